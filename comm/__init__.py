@@ -1,0 +1,1 @@
+"""Collectives, ring and pipeline transfers, and token dispatch between ranks."""

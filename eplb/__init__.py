@@ -1,0 +1,1 @@
+"""Expert placement: plans, loads, files and migration. Plans and files need only numpy."""

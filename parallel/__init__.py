@@ -1,0 +1,1 @@
+"""Rank arithmetic, live process groups and launching. Knows nothing of models or tensors."""

@@ -1,0 +1,1 @@
+"""Configs, checkpoints, the model, its cache, the engine and the command line."""
