@@ -1,0 +1,146 @@
+"""The engine's options: one frozen object, resolved once, and the one list of what this version cannot do yet."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Protocol
+
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("auto", "float32", "bfloat16")
+VERIFY_MODES = ("static", "sync", "async")
+OVERLAP_MODES = ("none", "tbo", "sbo")
+DISPATCHERS = ("auto", "standard", "normal", "low_latency")
+DISPATCH_BACKENDS = ("auto", "torch", "deep_ep")
+MAX_CHUNK_SIZE = 1 << 20
+MAX_RUNNING = 1 << 16
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Options of one engine; the names are those of the command line.
+
+    ``model`` is a checkpoint folder (``None``: the bundled one). ``chunk_size`` counts prefill tokens a step and DP
+    rank, ``max_running`` requests in flight, ``max_context`` tokens of prompt and continuation together (``None``:
+    the model's own limit). ``dtype`` is the dtype of activations and unquantised weights.
+    """
+
+    model: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    chunk_size: int = 512
+    max_running: int = 64
+    max_context: int | None = None
+    seed: int = 0
+    deterministic: bool = False
+    draft: str = "auto"
+    gamma: int | None = None
+    verify: str = "static"
+    overlap: str = "none"
+    dispatcher: str = "auto"
+    dispatch_backend: str = "auto"
+
+    def validate(self) -> EngineConfig:
+        """Return ``self``; raise ``ValueError`` naming the first option out of range, its value and the range."""
+        for name, allowed in (
+            ("device", DEVICES),
+            ("dtype", DTYPES),
+            ("verify", VERIFY_MODES),
+            ("overlap", OVERLAP_MODES),
+            ("dispatcher", DISPATCHERS),
+            ("dispatch_backend", DISPATCH_BACKENDS),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{_flag(name)} is {getattr(self, name)!r}; allowed: {', '.join(allowed)}")
+        for name, low, high in (
+            ("chunk_size", 1, MAX_CHUNK_SIZE),
+            ("max_running", 1, MAX_RUNNING),
+            ("max_context", 2, None),
+            ("gamma", 0, None),
+            ("seed", 0, (1 << 63) - 1),
+        ):
+            value = getattr(self, name)
+            if value is None and name in ("max_context", "gamma"):
+                continue
+            if type(value) is not int or value < low or (high is not None and value > high):
+                upper = "" if high is None else f" to {high}"
+                raise ValueError(f"{_flag(name)} is {value!r}; allowed: an integer from {low}{upper}")
+        return self
+
+
+class LayoutSizes(Protocol):
+    """The sizes of a layout that :func:`check_supported` looks at (``parallel.topology.Topology`` has them)."""
+
+    @property
+    def pp_size(self) -> int: ...
+
+    @property
+    def attn_dp_size(self) -> int: ...
+
+    @property
+    def attn_cp_size(self) -> int: ...
+
+    @property
+    def moe_ep_size(self) -> int: ...
+
+    @property
+    def moe_dp_size(self) -> int: ...
+
+
+def check_supported(config: EngineConfig, layout: LayoutSizes) -> None:
+    """Raise ``ValueError`` for options that are understood but not built yet. Remove a line when its feature lands."""
+    for flag, size in (
+        ("--pp", layout.pp_size),
+        ("--dp", layout.attn_dp_size),
+        ("--cp", layout.attn_cp_size),
+        ("--ep", layout.moe_ep_size),
+        ("--moe-dp", layout.moe_dp_size),
+    ):
+        if size > 1:
+            raise ValueError(f"{flag} {size} is not available yet in this version; use {flag} 1")
+    for name, built in (
+        ("draft", ("auto", "none")),
+        ("gamma", (None, 0)),
+        ("verify", ("static",)),
+        ("overlap", ("none",)),
+        ("dispatcher", ("auto", "standard")),
+        ("dispatch_backend", ("auto", "torch")),
+        ("deterministic", (False,)),
+    ):
+        value = getattr(config, name)
+        if value not in built:
+            shown = _flag(name) if value is True else f"{_flag(name)} {value}"
+            raise ValueError(f"{shown} is not available yet in this version; leave it out")
+
+
+def resolve(config: EngineConfig, *, model_dir: str, device_type: str, max_positions: int) -> EngineConfig:
+    """A new config with every "auto" decided: the folder, "cpu" or "cuda", the dtype, the context limit, the draft.
+
+    Args:
+        model_dir: the checkpoint folder in use.
+        device_type: ``"cpu"`` or ``"cuda"``, as the launcher chose.
+        max_positions: the longest context the model was made for, in tokens.
+
+    Raises ``ValueError`` for options out of range, or a ``max_context`` above ``max_positions``.
+    """
+    config.validate()
+    if config.max_context is not None and config.max_context > max_positions:
+        raise ValueError(
+            f"--max-context is {config.max_context}, but the model has {max_positions} positions "
+            "(max_position_embeddings); choose at most that"
+        )
+    default_dtype = {"cpu": "float32", "cuda": "bfloat16"}[device_type]
+    return dataclasses.replace(
+        config,
+        model=model_dir,
+        device=device_type,
+        dtype=default_dtype if config.dtype == "auto" else config.dtype,
+        max_context=max_positions if config.max_context is None else config.max_context,
+        draft="none" if config.draft == "auto" else config.draft,
+        dispatcher="standard" if config.dispatcher == "auto" else config.dispatcher,
+        dispatch_backend="torch" if config.dispatch_backend == "auto" else config.dispatch_backend,
+    )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

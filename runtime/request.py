@@ -1,0 +1,223 @@
+"""What a user asks for and what comes back: sampling parameters, requests, events and results.
+
+Nothing here touches a tensor. A mistake in one request is a ``ValueError`` about that request; callers turn it
+into a result with ``finish_reason="error"`` and go on with the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+FinishReason = Literal["stop", "length", "error", "abort"]
+
+MAX_NEW_TOKENS = 1 << 24
+MAX_TEMPERATURE = 100.0
+MAX_SEED = (1 << 63) - 1
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 256
+MAX_STOP_IDS = 64
+MAX_LOGPROBS = 64
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one request are chosen and when it ends.
+
+    ``temperature=0`` is greedy: the highest logit, the lowest id on a tie. Otherwise the law is: logits divided by
+    the temperature, the ``top_k`` highest (0: all), of those renormalised the smallest set whose mass reaches
+    ``top_p``, of those the ones with at least ``min_p`` times the highest probability.
+
+    ``seed=None`` takes the engine's seed and the request id, so equal prompts differ; with a seed of its own a
+    request repeats whatever else runs. ``logprobs=N`` reports each token's log-probability and the N most likely
+    alternatives, of the model's own law (before temperature and filters). ``stop`` strings are cut from the text.
+    """
+
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    @property
+    def greedy(self) -> bool:
+        """Whether no random number is used."""
+        return self.temperature == 0.0
+
+    def validate(self) -> SamplingParams:
+        """Return ``self``; raise ``ValueError`` naming the first field out of range, its value and the range."""
+        _check_int("max_new_tokens", self.max_new_tokens, 1, MAX_NEW_TOKENS)
+        _check_float("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
+        _check_int("top_k", self.top_k, 0, MAX_SEED)
+        _check_float("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _check_float("min_p", self.min_p, 0.0, 1.0)
+        if self.seed is not None:
+            _check_int("seed", self.seed, 0, MAX_SEED)
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: true or false")
+        self._validate_stops()
+        return self
+
+    def _validate_stops(self) -> None:
+        for name, limit in (("stop", MAX_STOP_STRINGS), ("stop_token_ids", MAX_STOP_IDS)):
+            value = getattr(self, name)
+            if not isinstance(value, tuple):
+                raise ValueError(f"{name} is {value!r}; allowed: a list")
+            if len(value) > limit:
+                raise ValueError(f"{name} has {len(value)} entries; allowed: at most {limit}")
+        for text in self.stop:
+            if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_CHARS:
+                shown = text if not isinstance(text, str) or len(text) <= 20 else f"{text[:20]}... ({len(text)} chars)"
+                raise ValueError(f"stop has the entry {shown!r}; allowed: strings of 1 to {MAX_STOP_CHARS} characters")
+        for token in self.stop_token_ids:
+            _check_int("stop_token_ids entry", token, 0, MAX_SEED)
+
+
+SAMPLING_FIELDS: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(SamplingParams))
+
+
+def sampling_from_dict(values: dict[str, Any], base: SamplingParams) -> SamplingParams:
+    """``base`` with the named fields replaced by JSON values (``stop`` may be one string), validated.
+
+    Raises ``ValueError`` for an unknown name or a value out of range.
+    """
+    unknown = sorted(set(values) - set(SAMPLING_FIELDS))
+    if unknown:
+        raise ValueError(f"unknown sampling field {unknown[0]!r}; known: {', '.join(SAMPLING_FIELDS)}")
+    values = dict(values)
+    if isinstance(values.get("stop"), str):
+        values["stop"] = (values["stop"],)
+    for name in ("stop", "stop_token_ids"):
+        if isinstance(values.get(name), list):
+            values[name] = tuple(values[name])
+    return dataclasses.replace(base, **values).validate()
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt on its way through the engine. ``arrival`` numbers the requests of an engine from 0."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams = SamplingParams()
+    arrival: int = 0
+
+
+class TokenLogprob(NamedTuple):
+    """Natural log-probability of one emitted token, and of the most likely ones, highest first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """What one step added to one request.
+
+    The engine fills ``token_ids``, ``logprobs`` (one entry a token, or empty when not asked for) and, with the last
+    event of a request, ``finish_reason``; the text layer adds ``text``, the characters now certain to be shown.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """The whole of one finished request. Times are seconds; the first counts from the moment it was added."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    logprobs: tuple[TokenLogprob, ...] = ()
+    error: str | None = None
+    time_to_first_token: float | None = None
+    time_total: float | None = None
+
+
+def validate_request(request: Request, vocab_size: int, max_context: int) -> None:
+    """Raise ``ValueError`` naming the request and what is wrong: parameters, an empty or too long prompt, an id.
+
+    ``max_context`` counts prompt and new tokens together, so a prompt must leave room for one token.
+    """
+    name = f"request {request.request_id!r}"
+    try:
+        request.params.validate()
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    num_prompt = len(request.prompt_ids)
+    if num_prompt == 0:
+        raise ValueError(f"{name}: the prompt is empty; give at least one token")
+    if num_prompt >= max_context:
+        raise ValueError(
+            f"{name}: the prompt has {num_prompt} tokens, but the context limit is {max_context} for prompt and new "
+            f"tokens together; shorten it to {max_context - 1} or raise --max-context"
+        )
+    check_token_ids(name, request.prompt_ids, vocab_size)
+    for token in request.params.stop_token_ids:
+        if token >= vocab_size:
+            raise ValueError(f"{name}: the stop token id {token} is outside the vocabulary of {vocab_size}")
+
+
+def check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    """Raise ``ValueError`` naming the first id that is no integer in ``[0, vocab_size)`` and its position."""
+    for position, token in enumerate(token_ids):
+        if type(token) is not int:
+            raise ValueError(f"{name}: the token id {token!r} at position {position} is not an integer")
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"{name}: the token id {token} at position {position} is outside the vocabulary of {vocab_size}"
+            )
+
+
+def token_budget(request: Request, max_context: int) -> int:
+    """How many new tokens the request may get: its own limit, or what the context leaves."""
+    return min(request.params.max_new_tokens, max_context - len(request.prompt_ids))
+
+
+def stop_ids(params: SamplingParams, eos_token_ids: Iterable[int]) -> frozenset[int]:
+    """The token ids that end this request: its own, and the model's ends of sequence unless ignored."""
+    return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos_token_ids))
+
+
+def random_key(request: Request, engine_seed: int) -> tuple[int, int]:
+    """``(seed, request key)`` of the request's random streams.
+
+    A seed of the request's own gives key 0, so equal requests repeat; otherwise the key is a hash of the request id,
+    so neither the order nor the company of requests matters.
+    """
+    if request.params.seed is not None:
+        return request.params.seed, 0
+    digest = hashlib.blake2b(request.request_id.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return engine_seed, int.from_bytes(digest, "little") | 1
+
+
+def _check_int(name: str, value: object, low: int, high: int) -> None:
+    if type(value) is not int or not low <= value <= high:
+        raise ValueError(f"{name} is {value!r}; allowed: an integer from {low} to {high}")
+
+
+def _check_float(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
+    number = type(value) in (int, float)
+    if not number or math.isnan(value) or not low <= value <= high or (low_open and value == low):
+        raise ValueError(f"{name} is {value!r}; allowed: a number {'above' if low_open else 'from'} {low} to {high}")
