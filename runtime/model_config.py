@@ -1,0 +1,183 @@
+"""What a DeepSeek-V4-style model is: sizes, layer kinds, rotary settings, router, residual streams, bundled draft.
+
+A :class:`ModelConfig` is frozen and complete: nothing is left to a library's defaults, because the libraries that read
+these files disagree about them (``compress_rope_theta``, the maximal position, the layer pattern). The dialects of
+``config.json`` are read by :mod:`.checkpoint.config_file`; every check that does not need the file's own key names is
+made here, so a config built by hand is checked as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pathlib
+from typing import Any, Literal
+
+ScoringFunc = Literal["sqrtsoftplus", "sigmoid", "softmax"]
+LayerKind = Literal["sliding", "csa", "hca"]
+
+SCORING_FUNCS: tuple[str, ...] = ("sqrtsoftplus", "sigmoid", "softmax")
+LAYER_KINDS: tuple[str, ...] = ("sliding", "csa", "hca")
+MARKOV_HEAD_TYPES: tuple[str, ...] = ("vanilla", "gated", "rnn")
+HC_KINDS: tuple[str, ...] = ("mhc", "hc")
+
+# The largest values that are believed: (smallest, largest). About four times the largest released model, or more.
+LIMITS: dict[str, tuple[int, int]] = {
+    "vocab_size": (1, 2**21),
+    "hidden_size": (1, 2**16),
+    "num_layers": (1, 512),
+    "num_heads": (1, 1024),
+    "head_dim": (1, 4096),
+    "rope_dim": (2, 4096),
+    "q_lora_rank": (1, 2**16),
+    "o_groups": (1, 1024),
+    "o_lora_rank": (1, 2**16),
+    "index_num_heads": (1, 1024),
+    "index_head_dim": (1, 4096),
+    "index_topk": (1, 2**20),
+    "num_experts": (1, 4096),
+    "num_experts_per_tok": (1, 256),
+    "num_shared_experts": (1, 1),
+    "moe_intermediate_size": (1, 2**17),
+    "sliding_window": (1, 2**17),
+    "hc_mult": (1, 16),
+    "hc_sinkhorn_iters": (1, 1000),
+    "max_position_embeddings": (1, 2**27),
+    "num_nextn_predict_layers": (0, 16),
+}
+MAX_EXPERT_BLOCKS = 2**17  # routed experts of all layers together
+MAX_COMPRESS_RATIO = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class YarnConfig:
+    """Yarn scaling of the inverse frequencies; cos and sin are not multiplied by any factor.
+
+    ``factor`` (> 0), ``original_max_position`` (positions the frequencies were trained for), ``beta_fast`` and
+    ``beta_slow`` (turns at which the ramp between the two spectra begins and ends).
+    """
+
+    factor: float
+    original_max_position: int
+    beta_fast: float
+    beta_slow: float
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Rotary settings of one kind of layer: the base ``theta`` and, or ``None`` for plain frequencies, ``yarn``."""
+
+    theta: float
+    yarn: YarnConfig | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizationConfig:
+    """What ``config.json`` says about block-scaled weights.
+
+    ``block_shape`` is (rows, columns) of a scaled block of an FP8 weight, ``scale_format`` is ``"ue8m0"`` (powers of
+    two) or ``"float32"``. Readers take the block shape from the grid of scales in the file; this is the claim.
+    """
+
+    block_shape: tuple[int, int]
+    scale_format: str
+
+
+@dataclasses.dataclass(frozen=True)
+class DSparkConfig:
+    """A DSpark draft that is bundled with the target in ``mtp.*`` tensors.
+
+    ``block_size`` is gamma, the number of drafted tokens it was trained for; ``noise_token_id`` fills the block after
+    the anchor; the completed outputs of the target's layers ``target_layer_ids`` (0-based) are its context, and there
+    are as many draft stages as ids. ``sample_from_anchor=False`` means that the anchor's row predicts nothing.
+    """
+
+    block_size: int
+    markov_rank: int
+    markov_head_type: Literal["vanilla", "gated", "rnn"]
+    noise_token_id: int
+    target_layer_ids: tuple[int, ...]
+    num_routed_experts: int
+    num_experts_per_tok: int
+    enable_confidence_head: bool
+    confidence_head_with_markov: bool
+    sample_from_anchor: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A DeepSeek-V4-style model; raises ``ValueError`` on contradictions and on sizes beyond :data:`LIMITS`.
+
+    ``layer_kinds``, ``compress_ratios`` (tokens per compressed entry, 0 for sliding layers) and ``hash_layers`` (router
+    by token id) have one entry per layer. Sliding layers use ``main_rope``; CSA and HCA layers use ``compress_rope``
+    for everything: queries, sliding keys, compressed entries and indexer. ``dtype`` is the checkpoint's own, as
+    ``config.json`` names it. ``num_nextn_predict_layers`` is kept as written; see :attr:`num_draft_stages`.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    rope_dim: int
+    q_lora_rank: int
+    o_groups: int
+    o_lora_rank: int
+    index_num_heads: int
+    index_head_dim: int
+    index_topk: int
+    num_experts: int
+    num_experts_per_tok: int
+    num_shared_experts: int
+    moe_intermediate_size: int
+    scoring_func: ScoringFunc
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+    sliding_window: int
+    swiglu_limit: float | None
+    hc_mult: int
+    hc_sinkhorn_iters: int
+    hc_eps: float
+    rms_norm_eps: float
+    main_rope: RopeConfig
+    compress_rope: RopeConfig
+    layer_kinds: tuple[LayerKind, ...]
+    compress_ratios: tuple[int, ...]
+    hash_layers: tuple[bool, ...]
+    max_position_embeddings: int
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int | None
+    num_nextn_predict_layers: int
+    dtype: str
+    quantization: QuantizationConfig | None = None
+    expert_dtype: str | None = None
+    dspark: DSparkConfig | None = None
+    hc_kind: Literal["mhc", "hc"] = "mhc"
+
+    @property
+    def num_draft_stages(self) -> int:
+        """Blocks under ``mtp.*``: one per DSpark target layer, else one per plain multi-token prediction layer."""
+        return len(self.dspark.target_layer_ids) if self.dspark is not None else self.num_nextn_predict_layers
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
+        """A config from the parsed ``config.json`` (HF nested, release flat, or ``inference/config.json`` names).
+
+        ``generation`` is the parsed ``generation_config.json``, whose end-of-sequence ids are added. Raises
+        ``ValueError`` naming the key on anything unknown, missing, contradictory or absurd.
+        """
+        from .checkpoint.config_file import model_config_from_dict
+
+        return model_config_from_dict(config, generation)
+
+
+def load_model_config(folder: str | pathlib.Path) -> ModelConfig:
+    """The config of the checkpoint in ``folder`` (``config.json`` and, if present, ``generation_config.json``).
+
+    Raises ``ValueError`` when a file is absent, too large, not strict JSON, or does not describe a model we can run.
+    """
+    from .checkpoint.config_file import read_config_files
+
+    config, generation = read_config_files(pathlib.Path(folder))
+    return ModelConfig.from_dict(config, generation)
