@@ -1,0 +1,191 @@
+"""The live process groups of one rank, built once from a :class:`Topology` and passed to whoever communicates.
+
+There are no getters: a layer that needs a group takes it in its constructor, so two models with different layouts can
+live in one process.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from .topology import AXES, Topology
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What one kind of collective has moved so far, seen from this rank.
+
+    ``calls`` counts operations. The rest are bytes, as integers:
+
+    - ``bytes``: the payload, i.e. the size of the tensor this rank handed in (for a broadcast the tensor's size on
+      every rank, for a barrier 0);
+    - ``sent_bytes``: what this rank sends to other ranks when every piece goes straight to the rank that needs it. With
+      ``n`` payload bytes in a group of ``W``: all-gather ``n (W-1)``; reduce-scatter the pieces of the others
+      (``n (W-1) / W`` when equal); all-reduce ``2 n (W-1) / W``, a reduce-scatter and an all-gather; all-to-all the
+      pieces for others; broadcast ``n (W-1)`` on the source and 0 elsewhere;
+    - ``cross_node_bytes``: the part of ``sent_bytes`` whose receiver is on another node.
+
+    A backend may route differently (a ring all-gather crosses a node border once per border, not once per pair); what
+    an all-to-all moves is what crosses the wire.
+    """
+
+    calls: int = 0
+    bytes: int = 0
+    sent_bytes: int = 0
+    cross_node_bytes: int = 0
+
+
+class TrafficCounter:
+    """The :class:`Traffic` of one group by operation name (``all_reduce``, ``all_to_all_v``, ...)."""
+
+    __slots__ = ("ops",)
+
+    def __init__(self) -> None:
+        self.ops: dict[str, Traffic] = {}
+
+    def add(self, op: str, num_bytes: int, sent: int, crossing: int) -> None:
+        """Count one call of ``op``; see :class:`Traffic` for the units."""
+        traffic = self.ops.get(op)
+        if traffic is None:
+            traffic = self.ops[op] = Traffic()
+        traffic.calls += 1
+        traffic.bytes += num_bytes
+        traffic.sent_bytes += sent
+        traffic.cross_node_bytes += crossing
+
+    def __getitem__(self, op: str) -> Traffic:
+        """The figures of ``op``; zeros if it was never called."""
+        return self.ops.get(op) or Traffic()
+
+    def total(self) -> Traffic:
+        """The sum over all operations."""
+        total = Traffic()
+        for traffic in self.ops.values():
+            total.calls += traffic.calls
+            total.bytes += traffic.bytes
+            total.sent_bytes += traffic.sent_bytes
+            total.cross_node_bytes += traffic.cross_node_bytes
+        return total
+
+    def reset(self) -> None:
+        """Start counting from zero."""
+        self.ops.clear()
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Ranks that communicate with each other, as one of them sees it.
+
+    ``ranks`` are world ranks, ``rank`` is this process's index in them. ``pg`` is None exactly for a group of one,
+    which needs no communication. ``remote_peers`` are the group ranks on other nodes than this one.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+    pg: dist.ProcessGroup | None = None
+    remote_peers: tuple[int, ...] = ()
+    traffic: TrafficCounter = field(default_factory=TrafficCounter)
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", len(self.ranks))
+        assert 0 <= self.rank < self.size and (self.pg is None) == (self.size == 1), (self.name, self.ranks, self.rank)
+
+    @classmethod
+    def alone(cls, name: str = "self", rank: int = 0) -> Group:
+        """A group of world rank ``rank`` only; every collective on it does nothing."""
+        return cls(name, (rank,), 0)
+
+    @property
+    def crosses_nodes(self) -> bool:
+        """Whether its ranks live on more than one node."""
+        return bool(self.remote_peers)
+
+    def __repr__(self) -> str:
+        return f"Group({self.name}, rank {self.rank} of {self.size}, world ranks {list(self.ranks)})"
+
+
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """Every group this rank belongs to; the axes are those of :class:`Topology`.
+
+    A group equal to the whole tp block is the tp object itself; other groups with equal rank lists are different
+    objects (each with its own traffic counter) on one process group.
+    """
+
+    topology: Topology
+    world: Group
+    tp: Group
+    pp: Group
+    attn_tp: Group
+    attn_cp: Group
+    attn_dp: Group
+    moe_ep: Group
+    moe_tp: Group
+    moe_dp: Group
+
+    @classmethod
+    def single(cls, rank: int = 0) -> Groups:
+        """The groups of a model that one rank runs alone, without torch.distributed."""
+        group = Group.alone("tp", rank)
+        alone = {axis: Group.alone(axis, rank) for axis in ("world", "pp", "attn_dp")}
+        return cls(topology=Topology(), **{axis: alone.get(axis, group) for axis in ("world", *AXES)})
+
+    @classmethod
+    def build(cls, topology: Topology, rank: int, *, timeout: datetime.timedelta | None = None) -> Groups:
+        """The groups of world rank ``rank`` in the running ``torch.distributed`` job.
+
+        Collective over the whole job: every rank creates every group, in the same order. A layout of one rank needs no
+        running job. ``timeout`` bounds each collective of the new groups (default: that of the job). Raises
+        ``ValueError`` when the job has another size or this process another rank.
+        """
+        if topology.world == 1:
+            return cls.single(rank)
+        if not dist.is_initialized():
+            raise ValueError(f"a layout of {topology.world} ranks needs a running process group; none was started")
+        if dist.get_world_size() != topology.world or dist.get_rank() != rank:
+            raise ValueError(
+                f"the layout has {topology.world} ranks and this is rank {rank}, but the running job has "
+                f"{dist.get_world_size()} ranks and this process is rank {dist.get_rank()}"
+            )
+        everyone = tuple(range(topology.world))
+        pgs: dict[tuple[int, ...], dist.ProcessGroup] = {everyone: dist.group.WORLD}
+        for axis in AXES:
+            for ranks in topology.groups[axis]:
+                if len(ranks) > 1 and ranks not in pgs:
+                    pgs[ranks] = dist.new_group(list(ranks), timeout=timeout, group_desc=axis)
+        here = topology.node(rank)
+
+        def group(name: str, ranks: tuple[int, ...]) -> Group:
+            remote = tuple(i for i, peer in enumerate(ranks) if topology.node(peer) != here)
+            return Group(name, ranks, ranks.index(rank), pgs.get(ranks), remote)
+
+        own = {axis: group(axis, topology.group_of(axis, rank)) for axis in AXES if topology.alias(axis) == axis}
+        members = {axis: own[topology.alias(axis)] for axis in AXES}
+        return cls(topology=topology, world=group("world", everyone), **members)
+
+    def __iter__(self) -> Iterator[Group]:
+        """Each distinct group object once, the world first."""
+        seen: dict[int, Group] = {}
+        for name in ("world", *AXES):
+            group: Group = getattr(self, name)
+            seen.setdefault(id(group), group)
+        return iter(seen.values())
+
+    def alone(self, name: str = "self") -> Group:
+        """A group of this rank only, for a part that must not be spread (a draft model, a replicated layer)."""
+        return Group.alone(name, self.world.ranks[self.world.rank])
+
+    def traffic(self) -> dict[str, TrafficCounter]:
+        """The counters of every distinct group by its name."""
+        return {group.name: group.traffic for group in self}
+
+    def reset_traffic(self) -> None:
+        """Start every counter from zero."""
+        for group in self:
+            group.traffic.reset()
