@@ -155,6 +155,15 @@ class ModelConfig:
     dspark: DSparkConfig | None = None
     hc_kind: Literal["mhc", "hc"] = "mhc"
 
+    def __post_init__(self) -> None:
+        _check_sizes(self)
+        _check_layers(self)
+        _check_rope("main_rope", self.main_rope)
+        _check_rope("compress_rope", self.compress_rope)
+        _check_numbers(self)
+        if self.dspark is not None:
+            _check_dspark(self.dspark, self)
+
     @property
     def num_draft_stages(self) -> int:
         """Blocks under ``mtp.*``: one per DSpark target layer, else one per plain multi-token prediction layer."""
@@ -181,3 +190,107 @@ def load_model_config(folder: str | pathlib.Path) -> ModelConfig:
 
     config, generation = read_config_files(pathlib.Path(folder))
     return ModelConfig.from_dict(config, generation)
+
+
+def _within(name: str, value: int, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ValueError(f"{name} is {value!r:.40}, outside [{low}, {high}]")
+
+
+def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r:.60}, not one of {', '.join(choices)}")
+
+
+def _positive(name: str, value: float, limit: float = math.inf) -> None:
+    if not (math.isfinite(value) and 0 < value <= limit):
+        raise ValueError(
+            f"{name} is {value}, not a positive number" + (f" of at most {limit:g}" if limit < math.inf else "")
+        )
+
+
+def _check_sizes(config: ModelConfig) -> None:
+    for name, (low, high) in LIMITS.items():
+        _within(name, getattr(config, name), low, high)
+    if config.num_heads % config.o_groups:
+        raise ValueError(f"num_heads {config.num_heads} is not a multiple of o_groups {config.o_groups}")
+    if config.rope_dim % 2:
+        raise ValueError(f"rope_dim is {config.rope_dim}, but rotation works on pairs of channels")
+    for name in ("head_dim", "index_head_dim"):
+        if config.rope_dim > getattr(config, name):
+            raise ValueError(f"rope_dim {config.rope_dim} exceeds {name} {getattr(config, name)}")
+    _check_top_k(config.num_experts_per_tok, config.num_experts)
+    blocks = config.num_layers * config.num_experts
+    if blocks > MAX_EXPERT_BLOCKS:
+        raise ValueError(
+            f"num_layers {config.num_layers} x num_experts {config.num_experts} is {blocks} expert blocks, more than "
+            f"the limit of {MAX_EXPERT_BLOCKS}"
+        )
+
+
+def _check_top_k(top_k: int, num_experts: int) -> None:
+    if top_k > num_experts:
+        raise ValueError(f"num_experts_per_tok {top_k} exceeds the {num_experts} routed experts")
+
+
+def _check_layers(config: ModelConfig) -> None:
+    for name in ("layer_kinds", "compress_ratios", "hash_layers"):
+        if len(getattr(config, name)) != config.num_layers:
+            raise ValueError(f"{name} has {len(getattr(config, name))} entries but num_layers is {config.num_layers}")
+    for layer, (kind, ratio) in enumerate(zip(config.layer_kinds, config.compress_ratios)):
+        _one_of(f"layer_kinds[{layer}]", kind, LAYER_KINDS)
+        if kind == "sliding":
+            _within(f"compress_ratios[{layer}] of a sliding layer", ratio, 0, 0)
+        else:
+            _within(f"compress_ratios[{layer}] of a {kind} layer", ratio, 1, MAX_COMPRESS_RATIO)
+
+
+def _check_rope(name: str, rope: RopeConfig) -> None:
+    if not (math.isfinite(rope.theta) and 1 < rope.theta <= 1e12):
+        raise ValueError(f"{name}.theta is {rope.theta}, outside (1, 1e12]")
+    if rope.yarn is None:
+        return
+    if not (math.isfinite(rope.yarn.factor) and 1 <= rope.yarn.factor <= 1e6):
+        raise ValueError(f"{name}: yarn factor is {rope.yarn.factor}, outside [1, 1e6]")
+    _within(
+        f"{name}: yarn original_max_position", rope.yarn.original_max_position, 1, LIMITS["max_position_embeddings"][1]
+    )
+    _positive(f"{name}: yarn beta_slow", rope.yarn.beta_slow, 1e6)
+    _positive(f"{name}: yarn beta_fast", rope.yarn.beta_fast, 1e6)
+    if rope.yarn.beta_fast < rope.yarn.beta_slow:
+        raise ValueError(f"{name}: yarn beta_fast {rope.yarn.beta_fast} is below beta_slow {rope.yarn.beta_slow}")
+
+
+def _check_numbers(config: ModelConfig) -> None:
+    _one_of("scoring_func", config.scoring_func, SCORING_FUNCS)
+    _one_of("hc_kind", config.hc_kind, HC_KINDS)
+    _positive("routed_scaling_factor", config.routed_scaling_factor, 1e6)
+    _positive("rms_norm_eps", config.rms_norm_eps, 1.0)
+    _positive("hc_eps", config.hc_eps, 1.0)
+    if config.swiglu_limit is not None:
+        _positive("swiglu_limit", config.swiglu_limit)
+    tokens = {"bos_token_id": config.bos_token_id, "pad_token_id": config.pad_token_id}
+    tokens |= {f"eos_token_ids[{index}]": token for index, token in enumerate(config.eos_token_ids)}
+    for name, token in tokens.items():
+        if token is not None:
+            _within(f"{name} (vocab_size is {config.vocab_size})", token, 0, config.vocab_size - 1)
+
+
+def _check_dspark(draft: DSparkConfig, config: ModelConfig) -> None:
+    _within("dspark block_size", draft.block_size, 1, 64)
+    _within("dspark markov_rank", draft.markov_rank, 0, 2**15)
+    _one_of("dspark markov_head_type", draft.markov_head_type, MARKOV_HEAD_TYPES)
+    _within(
+        f"dspark noise_token_id (vocab_size is {config.vocab_size})", draft.noise_token_id, 0, config.vocab_size - 1
+    )
+    for index, layer in enumerate(draft.target_layer_ids):
+        _within(f"dspark target_layer_ids[{index}]", layer, 0, config.num_layers - 1)
+    if not draft.target_layer_ids or list(draft.target_layer_ids) != sorted(set(draft.target_layer_ids)):
+        raise ValueError(f"dspark target_layer_ids must rise strictly, got {list(draft.target_layer_ids)}")
+    _within("dspark num_routed_experts", draft.num_routed_experts, *LIMITS["num_experts"])
+    _within("dspark num_experts_per_tok", draft.num_experts_per_tok, *LIMITS["num_experts_per_tok"])
+    _check_top_k(draft.num_experts_per_tok, draft.num_routed_experts)
+    if draft.markov_rank == 0 and draft.markov_head_type != "vanilla":
+        raise ValueError(f"dspark markov_head_type is {draft.markov_head_type!r} but markov_rank is 0")
+    if draft.confidence_head_with_markov and draft.markov_rank == 0:
+        raise ValueError("dspark confidence_head_with_markov is true but markov_rank is 0")
