@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Protocol
+
+from ..parallel.topology import Topology
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16")
@@ -68,33 +69,14 @@ class EngineConfig:
         return self
 
 
-class LayoutSizes(Protocol):
-    """The sizes of a layout that :func:`check_supported` looks at (``parallel.topology.Topology`` has them)."""
-
-    @property
-    def pp_size(self) -> int: ...
-
-    @property
-    def attn_dp_size(self) -> int: ...
-
-    @property
-    def attn_cp_size(self) -> int: ...
-
-    @property
-    def moe_ep_size(self) -> int: ...
-
-    @property
-    def moe_dp_size(self) -> int: ...
-
-
-def check_supported(config: EngineConfig, layout: LayoutSizes) -> None:
+def check_supported(config: EngineConfig, topology: Topology) -> None:
     """Raise ``ValueError`` for options that are understood but not built yet. Remove a line when its feature lands."""
     for flag, size in (
-        ("--pp", layout.pp_size),
-        ("--dp", layout.attn_dp_size),
-        ("--cp", layout.attn_cp_size),
-        ("--ep", layout.moe_ep_size),
-        ("--moe-dp", layout.moe_dp_size),
+        ("--pp", topology.pp),
+        ("--dp", topology.dp),
+        ("--cp", topology.cp),
+        ("--ep", topology.ep),
+        ("--moe-dp", topology.moe_dp),
     ):
         if size > 1:
             raise ValueError(f"{flag} {size} is not available yet in this version; use {flag} 1")
