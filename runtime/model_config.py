@@ -45,7 +45,7 @@ LIMITS: dict[str, tuple[int, int]] = {
     "max_position_embeddings": (1, 2**27),
     "num_nextn_predict_layers": (0, 16),
 }
-MAX_EXPERT_BLOCKS = 2**17  # routed experts of all layers together
+MAX_EXPERT_BLOCKS = 2**16  # routed experts of all layers together
 MAX_COMPRESS_RATIO = 4096
 
 
@@ -220,11 +220,14 @@ def _check_sizes(config: ModelConfig) -> None:
         if config.rope_dim > getattr(config, name):
             raise ValueError(f"rope_dim {config.rope_dim} exceeds {name} {getattr(config, name)}")
     _check_top_k(config.num_experts_per_tok, config.num_experts)
-    blocks = config.num_layers * config.num_experts
-    if blocks > MAX_EXPERT_BLOCKS:
+    _check_expert_blocks("num_layers", config.num_layers, config.num_experts)
+    _check_expert_blocks("num_nextn_predict_layers", config.num_nextn_predict_layers, config.num_experts)
+
+
+def _check_expert_blocks(name: str, layers: int, experts: int) -> None:
+    if layers * experts > MAX_EXPERT_BLOCKS:
         raise ValueError(
-            f"num_layers {config.num_layers} x num_experts {config.num_experts} is {blocks} expert blocks, more than "
-            f"the limit of {MAX_EXPERT_BLOCKS}"
+            f"{name} {layers} x {experts} experts is {layers * experts} expert blocks, more than {MAX_EXPERT_BLOCKS}"
         )
 
 
@@ -283,13 +286,15 @@ def _check_dspark(draft: DSparkConfig, config: ModelConfig) -> None:
     _within(
         f"dspark noise_token_id (vocab_size is {config.vocab_size})", draft.noise_token_id, 0, config.vocab_size - 1
     )
+    _within("dspark draft stages", len(draft.target_layer_ids), 1, LIMITS["num_nextn_predict_layers"][1])
     for index, layer in enumerate(draft.target_layer_ids):
         _within(f"dspark target_layer_ids[{index}]", layer, 0, config.num_layers - 1)
-    if not draft.target_layer_ids or list(draft.target_layer_ids) != sorted(set(draft.target_layer_ids)):
+    if list(draft.target_layer_ids) != sorted(set(draft.target_layer_ids)):
         raise ValueError(f"dspark target_layer_ids must rise strictly, got {list(draft.target_layer_ids)}")
     _within("dspark num_routed_experts", draft.num_routed_experts, *LIMITS["num_experts"])
     _within("dspark num_experts_per_tok", draft.num_experts_per_tok, *LIMITS["num_experts_per_tok"])
     _check_top_k(draft.num_experts_per_tok, draft.num_routed_experts)
+    _check_expert_blocks("dspark target_layer_ids", len(draft.target_layer_ids), draft.num_routed_experts)
     if draft.markov_rank == 0 and draft.markov_head_type != "vanilla":
         raise ValueError(f"dspark markov_head_type is {draft.markov_head_type!r} but markov_rank is 0")
     if draft.confidence_head_with_markov and draft.markov_rank == 0:

@@ -1,4 +1,4 @@
-"""Rotary settings of a ``config.json``: ``rope_parameters``, ``rope_scaling``, or the flat keys of the reference code."""
+"""Rotary settings of a `config.json`: `rope_parameters`, `rope_scaling`, or the flat keys of the reference code."""
 
 from __future__ import annotations
 
