@@ -167,5 +167,7 @@ def log_probs(logits: Tensor, token_ids: Tensor, num_top: Sequence[int | None]) 
     values, indices = values[:, :width].tolist(), indices[:, :width].tolist()
     for row, (i, token) in enumerate(zip(asked, chosen_ids.tolist(), strict=True)):
         count = num_top[i]
-        result[i] = TokenLogprob(token, chosen[row], tuple(zip(indices[row][:count], values[row][:count])))
+        # Padded or masked columns have no probability and are no alternatives.
+        top = [(index, value) for index, value in zip(indices[row][:count], values[row][:count]) if value > -math.inf]
+        result[i] = TokenLogprob(token, chosen[row], tuple(top))
     return result

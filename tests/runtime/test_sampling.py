@@ -143,3 +143,5 @@ def test_log_probabilities_are_of_the_unfiltered_law():
     assert got[2].top == () and got[2].logprob == pytest.approx(1 - math.log(math.exp(5) + 3 * math.exp(1)), abs=1e-12)
     wide = log_probs(logits, torch.tensor([0, 0, 0]), [64, None, None])
     assert len(wide[0].top) == 4
+    masked = torch.tensor([[0.0, float("-inf"), 1.0]])
+    assert [i for i, _ in log_probs(masked, torch.tensor([2]), [3])[0].top] == [2, 0]

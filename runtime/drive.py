@@ -1,0 +1,111 @@
+"""Requests through an engine, from the first prompt to the last result: what ``generate`` and :class:`LLM` share.
+
+Every rank of a job runs the same calls with the same requests; text, clocks and results exist on the first rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+from .detokenize import TextTracker
+from .inputs import Inputs, refused_output
+from .request import Request, RequestOutput, TokenEvent, TokenLogprob, validate_request
+
+
+class StepEngine(Protocol):
+    """What driving needs of an engine; every call is made on every rank, in the same order."""
+
+    def add(self, request: Request) -> None:
+        """Take a valid request."""
+        ...
+
+    def has_work(self) -> bool:
+        """Whether a request is unfinished; the same on all ranks."""
+        ...
+
+    def step(self) -> Sequence[TokenEvent]:
+        """Run one step; what it added to each request, without text."""
+        ...
+
+
+def admit(inputs: Inputs, text: TextTracker, vocab_size: int, max_context: int) -> Inputs:
+    """Sort out the requests the engine could not run; the text of the others is started. First rank only."""
+    good, refused = [], list(inputs.refused)
+    for request in inputs.requests:
+        try:
+            validate_request(request, vocab_size, max_context)
+            text.add(request.request_id, request.params)
+        except ValueError as error:
+            refused.append(refused_output(request.request_id, str(error), request.prompt_ids))
+        else:
+            good.append(request)
+    return Inputs(tuple(good), tuple(refused))
+
+
+def drive(engine: StepEngine, requests: Iterable[Request], text: TextTracker | None) -> Iterator[TokenEvent]:
+    """Run ``requests`` to their ends and yield what each step brings, with the text that became certain.
+
+    Collective over the engine's ranks. ``text`` is ``None`` on ranks that do not decide; they yield events too, but
+    without text. Leaving early leaves the engine with unfinished requests.
+    """
+    for request in requests:
+        engine.add(request)
+    while engine.has_work():
+        for event in engine.step():
+            if text is not None:
+                shown = text.take(event.request_id, finished=event.finish_reason is not None)
+                event = dataclasses.replace(event, text=shown)
+            yield event
+
+
+@dataclasses.dataclass
+class _Growing:
+    """A request on its way to a result."""
+
+    request: Request
+    start: float
+    first: float | None = None
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
+    pieces: list[str] = dataclasses.field(default_factory=list)
+
+
+class Collector:
+    """Adds events up to results."""
+
+    def __init__(self, requests: Iterable[Request], clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        now = clock()
+        self._growing = {request.request_id: _Growing(request, now) for request in requests}
+
+    def push(self, event: TokenEvent) -> RequestOutput | None:
+        """Add an event; the result if it was the last one of its request."""
+        state, now = self._growing[event.request_id], self._clock()
+        if event.token_ids and state.first is None:
+            state.first = now
+        state.token_ids += event.token_ids
+        state.logprobs += event.logprobs
+        state.pieces.append(event.text)
+        if event.finish_reason is None:
+            return None
+        del self._growing[event.request_id]
+        return RequestOutput(
+            request_id=event.request_id,
+            prompt_ids=state.request.prompt_ids,
+            token_ids=tuple(state.token_ids),
+            text="".join(state.pieces),
+            finish_reason=event.finish_reason,
+            logprobs=tuple(state.logprobs),
+            error=event.error,
+            time_to_first_token=None if state.first is None else state.first - state.start,
+            time_total=now - state.start,
+        )
+
+
+def in_order(outputs: Iterable[RequestOutput], order: Sequence[str]) -> list[RequestOutput]:
+    """Results in the order of the request ids in ``order``."""
+    place = {request_id: i for i, request_id in enumerate(order)}
+    return sorted(outputs, key=lambda output: place[output.request_id])
