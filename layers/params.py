@@ -25,17 +25,17 @@ class ParamSource(Protocol):
 
 
 class Scope:
-    """A :class:`ParamSource` seen from below a prefix: ``Scope(source, "layers.0").take("attn_norm.weight")``."""
+    """A :class:`ParamSource` seen from below a prefix: ``Scope(source).scope("layers.0").take("attn_norm.weight")``."""
 
-    def __init__(self, source: ParamSource, prefix: str) -> None:
+    def __init__(self, source: ParamSource, prefix: str = "") -> None:
         self._source, self._prefix = source, prefix
 
     def take(
         self, name: str, *, dim: int = 0, start: int = 0, stop: int | None = None, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         """As :meth:`ParamSource.take`, below this prefix."""
-        return self._source.take(f"{self._prefix}.{name}", dim=dim, start=start, stop=stop, dtype=dtype)
+        return self._source.take(self._prefix + name, dim=dim, start=start, stop=stop, dtype=dtype)
 
     def scope(self, name: str) -> Scope:
         """The scope ``name`` below this one."""
-        return Scope(self._source, f"{self._prefix}.{name}")
+        return Scope(self._source, f"{self._prefix}{name}.")

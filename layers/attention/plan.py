@@ -1,0 +1,104 @@
+"""What attention must know about a step, and the buffers that one layer keeps between steps.
+
+Legend: T query rows of the step, K key rows of the step (equal to T unless context parallelism gathers keys), S request
+slots, R ring rows, d head width, m tokens per compressed entry.
+
+Every row has an absolute position p. A key at position p of the row's request lies in the step's own key rows if
+``p >= starts[row]`` and in the ring row ``p % R`` otherwise, so nothing depends on how the tokens were cut into steps.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+
+class Rows(NamedTuple):
+    """Rows of a step, all int64 [T].
+
+    ``positions``: absolute. ``slots``: request slot. ``starts`` and ``ends``: first position of the row's request in
+    this step, and one past its last. ``rows``: index of the row among the step's key rows.
+    """
+
+    positions: torch.Tensor
+    slots: torch.Tensor
+    starts: torch.Tensor
+    ends: torch.Tensor
+    rows: torch.Tensor
+
+
+class HostPlan(NamedTuple):
+    """The plan's arrays in numpy, sharing memory with its tensors: compiled CPU kernels read these.
+
+    ``queries`` int64 [5, T] and ``keys`` int64 [5, K]: the fields of :class:`Rows` in order. ``page_table`` int32
+    [S, max_pages]. ``closing``: ratio -> int64 [C].
+    """
+
+    queries: np.ndarray
+    keys: np.ndarray
+    page_table: np.ndarray
+    closing: dict[int, np.ndarray]
+
+
+class AttentionPlan(NamedTuple):
+    """The attention side of a step.
+
+    ``queries`` and ``keys`` are the same rows unless context parallelism splits the queries. ``page_table`` int32
+    [S, max_pages] maps a slot's token pages to pages of the entry pools. ``closing``: for each ratio m in use, the
+    indices (int64) of key rows whose position closes a window of m tokens. ``max_position``: the largest position in
+    the step, which bounds the work of reading compressed entries. ``host`` is None when the step is not on the CPU.
+    """
+
+    queries: Rows
+    keys: Rows
+    page_table: torch.Tensor
+    closing: dict[int, torch.Tensor]
+    max_position: int
+    host: HostPlan | None
+
+
+def build_plan(rows: np.ndarray, page_table: torch.Tensor, ratios: tuple[int, ...]) -> AttentionPlan:
+    """The plan of a step whose queries are its keys. ``rows`` int64 [5, T]: the fields of :class:`Rows` in order."""
+    closing = {ratio: np.flatnonzero((rows[0] + 1) % ratio == 0) for ratio in ratios}
+    max_position = int(rows[0].max()) if rows.shape[1] else -1
+    device = page_table.device
+    if device.type == "cpu":
+        tensor = torch.from_numpy(rows)
+        host = HostPlan(rows, rows, page_table.numpy(), closing)
+    else:
+        tensor = torch.from_numpy(rows).to(device, non_blocking=True)
+        host = None
+    fields = Rows(*tensor.unbind(0))
+    tensors = {ratio: torch.from_numpy(at).to(device) for ratio, at in closing.items()}
+    return AttentionPlan(fields, fields, page_table, tensors, max_position, host)
+
+
+class HostLayerCache(NamedTuple):
+    """The buffers of a :class:`LayerCache` in numpy, sharing memory."""
+
+    window: np.ndarray
+    raw: np.ndarray
+    entries: np.ndarray
+    index_entries: np.ndarray
+
+
+class LayerCache(NamedTuple):
+    """State of one attention layer; every row is addressed by (slot, position), see the module text.
+
+    ``window`` [S, R_w, d]: rotated keys. ``raw`` [S, R_c, width]: compressor inputs (values and gates, the indexer's
+    behind the main ones). ``entries`` [pages, tokens per page / m, d] and ``index_entries`` [.., d_index]: pooled
+    entries. Kinds without a compressor hold empty tensors. ``host`` is None for buffers that numpy cannot view.
+    """
+
+    window: torch.Tensor
+    raw: torch.Tensor
+    entries: torch.Tensor
+    index_entries: torch.Tensor
+    host: HostLayerCache | None
+
+
+def entry_rows(page_table: torch.Tensor, slots: torch.Tensor, entries: torch.Tensor, per_page: int) -> torch.Tensor:
+    """Flat row in an entry pool of entry ``entries`` [...] of request slot ``slots`` [...], int64 [...]."""
+    return page_table[slots, entries // per_page].long() * per_page + entries % per_page

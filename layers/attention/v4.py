@@ -1,0 +1,163 @@
+"""DeepSeek-V4 attention of all kinds: sliding window, CSA (compressed, with an indexer), HCA (heavily compressed).
+
+Legend: T rows, D hidden width, H heads on this rank, d head width, w window, m tokens per compressed entry.
+
+One key head, shared by all queries, which is also the value. Queries are cut over the attention group by heads; keys,
+compressors and the indexer are computed on every rank of the group. Since keys are rotated, the output carries their
+rotation and is turned back at the query's position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Literal, NamedTuple
+
+import torch
+
+from ...parallel.groups import Group
+from ..kernels import Kernels
+from ..linear import GroupedColumnParallelLinear, MergedLinear, Part, RowParallelLinear, divide, shard
+from ..norm import RMSNorm
+from ..params import Scope
+from ..probe import Probe
+from ..rope import RopeTable
+from .plan import AttentionPlan, LayerCache
+
+
+class V4AttentionSizes(NamedTuple):
+    """Sizes of one attention layer. ``ratio`` is m, 0 for the sliding kind."""
+
+    kind: Literal["sliding", "csa", "hca"]
+    ratio: int
+    hidden_size: int
+    num_heads: int
+    head_dim: int
+    q_lora_rank: int
+    o_groups: int
+    o_lora_rank: int
+    window: int
+    index_num_heads: int
+    index_head_dim: int
+    index_topk: int
+    norm_eps: float
+
+    @property
+    def raw_width(self) -> int:
+        """Columns of a row of compressor inputs: values and gates, of the main compressor and then of the indexer's."""
+        return {"sliding": 0, "hca": 2 * self.head_dim, "csa": 4 * (self.head_dim + self.index_head_dim)}[self.kind]
+
+    @property
+    def raw_span(self) -> int:
+        """How many rows back, itself included, the entry that a token closes reaches."""
+        return {"sliding": 0, "hca": self.ratio, "csa": 2 * self.ratio}[self.kind]
+
+
+class Indexer:
+    """Chooses the compressed entries that each query of a CSA layer sees (the lightning indexer)."""
+
+    def __init__(self, source: Scope, sizes: V4AttentionSizes, rope: RopeTable, kernels: Kernels) -> None:
+        self._heads = (sizes.index_num_heads, sizes.index_head_dim)
+        self._rope = kernels.bind("head_rope", rope=rope)
+        self._pool = _bind_pool(source.scope("compressor"), sizes, rope, kernels, indexer=True)
+        scale = (sizes.index_head_dim * sizes.index_num_heads) ** -0.5
+        self._select = kernels.bind("select_entries", ratio=sizes.ratio, top_k=sizes.index_topk, scale=scale)
+
+    def __call__(
+        self, q: torch.Tensor, weights: torch.Tensor, raw: torch.Tensor, cache: LayerCache, plan: AttentionPlan
+    ) -> torch.Tensor:
+        """``q`` [T, heads * d_index], ``weights`` [T, heads]; chosen entries int64 [T, k], -1 where there are fewer."""
+        self._pool(raw, cache, plan)
+        return self._select(self._rope(q.unflatten(-1, self._heads), plan), weights, cache, plan)
+
+
+def _bind_pool(source: Scope, sizes: V4AttentionSizes, rope: RopeTable, kernels: Kernels, indexer: bool):
+    return kernels.bind(
+        "pool_windows",
+        ape=source.take("ape", dtype=torch.float32),
+        norm_weight=source.take("norm.weight", dtype=torch.float32),
+        rope=rope,
+        eps=sizes.norm_eps,
+        ratio=sizes.ratio,
+        overlap=sizes.kind == "csa",
+        indexer=indexer,
+    )
+
+
+class V4Attention:
+    """One attention layer, cut by heads and output groups over ``group``."""
+
+    def __init__(
+        self, source: Scope, sizes: V4AttentionSizes, rope: RopeTable, group: Group, kernels: Kernels, layer: int
+    ) -> None:
+        self.sizes, self._layer = sizes, layer
+        self._num_heads = divide("number of attention heads", sizes.num_heads, group)
+        self._in = MergedLinear(source, self._input_parts(sizes), kernels)
+        self._q_norm = RMSNorm(source, "q_norm", sizes.norm_eps, kernels)
+        q_parts = [shard("wq_b.weight", "query features", sizes.num_heads * sizes.head_dim, group)]
+        if sizes.kind == "csa":
+            q_parts.append(Part("indexer.wq_b.weight", 0, sizes.index_num_heads * sizes.index_head_dim))
+        self._q = MergedLinear(source, q_parts, kernels)
+        self._q_rope = kernels.bind("head_norm_rope", rope=rope, eps=sizes.norm_eps)
+        kv_norm = source.take("kv_norm.weight", dtype=torch.float32)
+        self._key = kernels.bind("key_norm_rope", weight=kv_norm, rope=rope, eps=sizes.norm_eps)
+        self._store = kernels.bind("store_rows")
+        if sizes.kind != "sliding":
+            self._pool = _bind_pool(source.scope("compressor"), sizes, rope, kernels, indexer=False)
+        if sizes.kind == "csa":
+            self._indexer = Indexer(source.scope("indexer"), sizes, rope, kernels)
+        first = group.rank * self._num_heads
+        sinks = source.take("attn_sink", start=first, stop=first + self._num_heads, dtype=torch.float32)
+        scale = sizes.head_dim**-0.5
+        self._attend = kernels.bind(
+            "attend", sinks=sinks, window=sizes.window, ratio=sizes.ratio, rope=rope, scale=scale
+        )
+        self._out_a = GroupedColumnParallelLinear(
+            source, "wo_a.weight", sizes.o_groups, sizes.o_lora_rank, group, kernels
+        )
+        self._out_b = RowParallelLinear(source, "wo_b.weight", sizes.o_groups * sizes.o_lora_rank, group, kernels)
+
+    @staticmethod
+    def _input_parts(sizes: V4AttentionSizes) -> list[Part]:
+        """Everything that reads the layer's input, as one product; the order of the columns is that of the cache."""
+        parts = [Part("wq_a.weight", 0, sizes.q_lora_rank), Part("wkv.weight", 0, sizes.head_dim)]
+        if sizes.kind != "sliding":
+            width = sizes.head_dim * (2 if sizes.kind == "csa" else 1)
+            parts += [Part("compressor.wkv.weight", 0, width), Part("compressor.wgate.weight", 0, width)]
+        if sizes.kind == "csa":
+            width = 2 * sizes.index_head_dim
+            parts += [
+                Part("indexer.compressor.wkv.weight", 0, width),
+                Part("indexer.compressor.wgate.weight", 0, width),
+                Part("indexer.weights_proj.weight", 0, sizes.index_num_heads),
+            ]
+        return parts
+
+    def stages(
+        self, x: torch.Tensor, cache: LayerCache, plan: AttentionPlan, probe: Probe
+    ) -> Generator[None, None, torch.Tensor]:
+        """The layer on normed rows ``x`` [T, D]; returns [T, D], summed over the group. Collective; yields once, while
+        that sum is in flight. Reads the cache and then stores the step's rows in it."""
+        sizes = self.sizes
+        widths = (sizes.q_lora_rank, sizes.head_dim, sizes.raw_width, sum(self._in.sizes))
+        y = self._in(x)
+        latent = self._q_norm(y[:, : widths[0]])
+        keys = self._key(y[:, widths[0] : widths[0] + widths[1]], plan)
+        raw_start = widths[0] + widths[1]
+        raw = y[:, raw_start : raw_start + widths[2]] if sizes.ratio else None
+        q = self._q(latent)
+        selected = None
+        if sizes.kind == "csa":
+            q, index_q = self._q.split(q)
+            selected = self._indexer(index_q, y[:, raw_start + widths[2] :], raw, cache, plan)
+            probe("selected", self._layer, selected)
+        if sizes.ratio:
+            self._pool(raw, cache, plan)
+        q = self._q_rope(q.unflatten(-1, (self._num_heads, sizes.head_dim)), plan)
+        o = self._attend(q, keys, cache, selected, plan)
+        self._store(keys, raw, cache, plan)
+        o = self._out_a(o.flatten(1).unflatten(1, (self._out_a.num_groups, -1)))
+        pending = self._out_b.start(o)
+        yield
+        out = pending.wait()
+        probe("attention_out", self._layer, out)
+        return out

@@ -1,0 +1,160 @@
+"""Linear layers cut over a group, and their loaders.
+
+Legend: T rows, W ranks in the group. Weights are stored [out, in] in checkpoints and kept [in, out] here. A layer reads
+only its rank's slice. None has a bias, since no model here has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..comm.collectives import Pending, all_gather, all_reduce, start_all_reduce
+from ..parallel.groups import Group
+from .kernels import Kernels
+from .params import Scope
+
+
+class Part(NamedTuple):
+    """One named weight of a merged product and the rows ``[start, stop)`` of it that this rank holds."""
+
+    name: str
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """Number of output features held here."""
+        return self.stop - self.start
+
+
+def divide(what: str, size: int, group: Group) -> int:
+    """``size / group.size``; ``ValueError`` naming both numbers if it does not divide."""
+    if size % group.size:
+        raise ValueError(f"{what} is {size}, which does not divide over the {group.size} ranks of group {group.name}")
+    return size // group.size
+
+
+def shard(name: str, what: str, size: int, group: Group) -> Part:
+    """This rank's equal share of the ``size`` output features of weight ``name``."""
+    share = divide(what, size, group)
+    return Part(name, group.rank * share, (group.rank + 1) * share)
+
+
+class MergedLinear:
+    """Several weights with the same input as one product: [T, in] -> [T, sum of part sizes], parts side by side.
+
+    No communication. Each part may be whole or a slice of its weight, so this is the base of every column-parallel
+    layer; use ``split`` to take the output apart.
+    """
+
+    def __init__(
+        self, source: Scope, parts: Sequence[Part], kernels: Kernels, dtype: torch.dtype | None = None
+    ) -> None:
+        rows = [source.take(p.name, start=p.start, stop=p.stop, dtype=dtype) for p in parts]
+        self.sizes = [p.size for p in parts]
+        self.weight = torch.cat(rows).t().contiguous()
+        self._linear = kernels.bind("linear", weight=self.weight)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._linear(x)
+
+    def split(self, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """``y`` [T, sum] as one view per part."""
+        return y.split(self.sizes, dim=-1)
+
+
+class ColumnParallelLinear(MergedLinear):
+    """Output features cut over ``group``: [T, in] -> [T, out / W], or [T, out] with ``gather`` (collective then)."""
+
+    def __init__(
+        self, source: Scope, name: str, num_out: int, group: Group, kernels: Kernels, gather: bool = False
+    ) -> None:
+        super().__init__(source, [shard(name, f"{name} output features", num_out, group)], kernels)
+        self._group = group if gather else Group.alone()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return all_gather(super().__call__(x), self._group, dim=-1)
+
+
+class MergedColumnParallelLinear(MergedLinear):
+    """Weights with the same input, each cut over ``group`` on its own: local output [part0_r | part1_r | ...]."""
+
+    def __init__(self, source: Scope, outs: dict[str, int], group: Group, kernels: Kernels) -> None:
+        super().__init__(
+            source, [shard(name, f"{name} output features", n, group) for name, n in outs.items()], kernels
+        )
+
+
+class QKVParallelLinear(MergedLinear):
+    """Query, key and value projections cut by heads: [T, in] -> [T, (q + k + v heads here) * head_dim].
+
+    Query heads divide over the group. With fewer key heads than ranks each rank holds one and ``W / num_kv_heads``
+    neighbouring ranks hold the same one; otherwise key heads divide too.
+    """
+
+    def __init__(
+        self,
+        source: Scope,
+        names: tuple[str, str, str],
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        group: Group,
+        kernels: Kernels,
+        v_head_dim: int | None = None,
+    ) -> None:
+        self.num_heads = divide("number of query heads", num_heads, group)
+        if group.size >= num_kv_heads:
+            if group.size % num_kv_heads:
+                raise ValueError(
+                    f"{num_kv_heads} key heads cannot be repeated evenly over the {group.size} ranks of {group.name}"
+                )
+            self.num_kv_heads, first = 1, group.rank // (group.size // num_kv_heads)
+        else:
+            self.num_kv_heads = divide("number of key heads", num_kv_heads, group)
+            first = group.rank * self.num_kv_heads
+        widths = (head_dim, head_dim, head_dim if v_head_dim is None else v_head_dim)
+        starts = (group.rank * self.num_heads, first, first)
+        counts = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        parts = [Part(n, s * w, (s + c) * w) for n, s, c, w in zip(names, starts, counts, widths)]
+        super().__init__(source, parts, kernels)
+
+
+class RowParallelLinear:
+    """Input features cut over ``group``: [T, in / W] -> [T, out], summed over the group (collective).
+
+    ``partial`` gives this rank's summand instead; whoever takes it must finish the sum exactly once.
+    """
+
+    def __init__(self, source: Scope, name: str, num_in: int, group: Group, kernels: Kernels) -> None:
+        part = shard(name, f"{name} input features", num_in, group)
+        self.weight = source.take(name, dim=1, start=part.start, stop=part.stop).t().contiguous()
+        self._group = group
+        self.partial = kernels.bind("linear", weight=self.weight)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return all_reduce(self.partial(x), self._group)
+
+    def start(self, x: torch.Tensor) -> Pending:
+        """The product with its sum over the group in flight."""
+        return start_all_reduce(self.partial(x), self._group)
+
+
+class GroupedColumnParallelLinear:
+    """V4's first output projection: contiguous groups of heads, each with its own block; groups cut over ``group``.
+
+    [T, G/W, in] -> [T, G/W * rank]. The weight ``name`` is [G * rank, in], rows grouped by block.
+    """
+
+    def __init__(self, source: Scope, name: str, num_groups: int, rank: int, group: Group, kernels: Kernels) -> None:
+        self.num_groups = divide("number of output groups", num_groups, group)
+        first = group.rank * self.num_groups
+        rows = source.take(name, start=first * rank, stop=(first + self.num_groups) * rank)
+        self.weight = rows.unflatten(0, (self.num_groups, rank)).transpose(1, 2).contiguous()
+        self._linear = kernels.bind("grouped_linear", weight=self.weight)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._linear(x)

@@ -1,0 +1,124 @@
+"""Mixture of experts: router, routed experts, and the shared expert that every token passes.
+
+Legend: T rows, D hidden width, E experts, k experts per token, I expert width.
+
+Experts are cut over the MoE ranks as ep x moe_tp: whole experts over ``moe_ep``, each expert's width over ``moe_tp``.
+Here no token travels (the standard dispatch): every rank sees all rows of its group, adds up what its experts
+contribute, and one sum over the group finishes both cuts. The shared expert is cut by width over the whole group, so
+it is part of the same sum exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import NamedTuple
+
+import torch
+
+from ..comm.collectives import start_all_reduce
+from ..parallel.groups import Group
+from .kernels import Kernels
+from .kernels.moe import Routing
+from .linear import MergedColumnParallelLinear, RowParallelLinear, divide
+from .params import Scope
+from .probe import Probe
+
+
+class MoESizes(NamedTuple):
+    """``limit``: the swiglu clamp, infinity for none. ``hashed``: experts are chosen by token id."""
+
+    hidden_size: int
+    num_experts: int
+    top_k: int
+    width: int
+    limit: float
+    scoring: str
+    renormalise: bool
+    scale: float
+    hashed: bool
+    vocab_size: int
+
+
+class Router:
+    """Chooses experts: by score plus a correction bias, or by token id with weights from the scores."""
+
+    def __init__(self, source: Scope, sizes: MoESizes, kernels: Kernels) -> None:
+        weight = source.take("weight", dtype=torch.float32).t().contiguous()
+        self._gate = kernels.bind("linear", weight=weight)
+        law = {"scoring": sizes.scoring, "renormalise": sizes.renormalise, "scale": sizes.scale}
+        if sizes.hashed:
+            table = source.take("tid2eid").long()
+            route = kernels.bind("route_hashed", **law)
+            self._route = lambda logits, ids: route(logits, table[ids])
+        else:
+            bias = source.take("bias", dtype=torch.float32)
+            route = kernels.bind("route_scored", bias=bias, top_k=sizes.top_k, **law)
+            self._route = lambda logits, ids: route(logits)
+
+    def __call__(self, x: torch.Tensor, ids: torch.Tensor) -> Routing:
+        """Normed rows ``x`` [T, D] and token ids [T] -> experts and weights [T, k]; gate and scores in float32."""
+        return self._route(self._gate(x.float()), ids)
+
+
+class Experts:
+    """This rank's routed experts: experts ``[first, first + E / ep)``, each ``width / moe_tp`` wide."""
+
+    def __init__(self, source: Scope, sizes: MoESizes, moe_ep: Group, moe_tp: Group, kernels: Kernels) -> None:
+        self.num_local = divide("number of routed experts", sizes.num_experts, moe_ep)
+        self.first = moe_ep.rank * self.num_local
+        share = divide("expert width", sizes.width, moe_tp)
+        span = {"start": moe_tp.rank * share, "stop": (moe_tp.rank + 1) * share}
+        gate_up, down = [], []
+        for expert in range(self.first, self.first + self.num_local):
+            weights = source.scope(str(expert))
+            halves = (weights.take("w1.weight", **span), weights.take("w3.weight", **span))
+            gate_up.append(torch.cat(halves).t())
+            down.append(weights.take("w2.weight", dim=1, **span).t())
+        self.gate_up, self.down = torch.stack(gate_up), torch.stack(down)
+        self._forward = kernels.bind("experts_forward", gate_up=self.gate_up, down=self.down, limit=sizes.limit)
+        self._all_local = moe_ep.size == 1
+
+    def __call__(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """This rank's summand [T, D]; experts of other ranks add nothing."""
+        if not self._all_local:
+            local = routing.experts - self.first
+            local = torch.where((local >= 0) & (local < self.num_local), local, -1)
+            routing = Routing(local, routing.weights)
+        return self._forward(x, routing)
+
+
+class SharedExpert:
+    """The expert of every token, cut by width over ``group``; gives this rank's summand [T, D]."""
+
+    def __init__(self, source: Scope, sizes: MoESizes, group: Group, kernels: Kernels) -> None:
+        outs = {"w1.weight": sizes.width, "w3.weight": sizes.width}
+        self._gate_up = MergedColumnParallelLinear(source, outs, group, kernels)
+        self._swiglu = kernels.bind("swiglu", limit=sizes.limit)
+        self._down = RowParallelLinear(source, "w2.weight", sizes.width, group, kernels)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._down.partial(self._swiglu(self._gate_up(x)))
+
+
+class MoE:
+    """Router, routed experts and shared expert on the rows of the whole ``group`` (which moe_ep x moe_tp spans)."""
+
+    def __init__(
+        self, source: Scope, sizes: MoESizes, group: Group, moe_ep: Group, moe_tp: Group, kernels: Kernels, layer: int
+    ) -> None:
+        self._group, self._layer = group, layer
+        self._router = Router(source.scope("gate"), sizes, kernels)
+        self._experts = Experts(source.scope("experts"), sizes, moe_ep, moe_tp, kernels)
+        self._shared = SharedExpert(source.scope("shared_experts"), sizes, group, kernels)
+
+    def stages(self, x: torch.Tensor, ids: torch.Tensor, probe: Probe) -> Generator[None, None, torch.Tensor]:
+        """Normed rows ``x`` [T, D], token ids [T] -> [T, D], summed over the group. Collective; yields once, while that
+        sum is in flight."""
+        routing = self._router(x, ids)
+        probe("experts", self._layer, routing.experts)
+        probe("expert_weights", self._layer, routing.weights)
+        pending = start_all_reduce(self._experts(x, routing) + self._shared(x), self._group)
+        yield
+        out = pending.wait()
+        probe("moe_out", self._layer, out)
+        return out

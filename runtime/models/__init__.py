@@ -1,0 +1,1 @@
+"""Models: one file each, built from the layers."""
