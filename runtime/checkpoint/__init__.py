@@ -3,7 +3,6 @@
 from .folder import bundled_model as bundled_model
 from .inspection import Inspection as Inspection
 from .inspection import inspect_checkpoint as inspect_checkpoint
-from .progress import LoadProgress as LoadProgress
 from .random_weights import RandomWeights as RandomWeights
 from .reader import CheckpointReader as CheckpointReader
 from .safetensors_file import CheckpointError as CheckpointError

@@ -113,7 +113,7 @@ class ConfigKeys:
             return None
         number = self._typed(key, value, (int, float), "a number")
         if isinstance(number, int) and abs(number) > 2**63:
-            raise self.error(f"{self.spelled(key)} is {number:.3e}, beyond the range of numbers we accept")
+            raise self.error(f"{self.spelled(key)} is {number}, beyond the numbers that are accepted")
         if not math.isfinite(number):
             raise self.error(f"{self.spelled(key)} is {number}, not a finite number")
         return float(number)

@@ -28,7 +28,7 @@ class CheckpointReader:
         folder: the checkpoint's folder.
         config: what the model is; see :func:`~dspark.runtime.model_config.load_model_config`.
         dtype: the floating type of tensors that are taken without a dtype of their own.
-        progress: called with the number of file bytes after each read.
+        progress: called with the number of file bytes after each read, such as the ``update`` of a progress bar.
     """
 
     def __init__(

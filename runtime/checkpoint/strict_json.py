@@ -8,6 +8,7 @@ import re
 from typing import Any, NoReturn
 
 MAX_DEPTH = 16
+MAX_DIGITS = 30
 
 # Strings are matched first so that brackets inside them do not count.
 _STRUCTURE = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
@@ -17,7 +18,7 @@ def parse_json_object(data: bytes, what: str, *, max_depth: int = MAX_DEPTH) -> 
     """The JSON object in ``data``; ``what`` names it in errors.
 
     Raises ``ValueError`` on anything but one object of UTF-8 text, on nesting deeper than ``max_depth``, on a key that
-    occurs twice in an object, and on ``NaN`` and ``Infinity``, which are not JSON.
+    occurs twice in an object, on endless integers, and on ``NaN`` and ``Infinity``, which are not JSON.
     """
     depth = 0
     for match in _STRUCTURE.finditer(data):
@@ -39,6 +40,11 @@ def parse_json_object(data: bytes, what: str, *, max_depth: int = MAX_DEPTH) -> 
                 seen.add(key)
         return result
 
+    def bounded_int(digits: str) -> int:
+        if len(digits) > MAX_DIGITS:
+            raise ValueError(f"{what}: an integer of {len(digits)} digits")
+        return int(digits)
+
     def no_constant(name: str) -> NoReturn:
         raise ValueError(f"{what}: {name} is not a JSON number")
 
@@ -47,7 +53,7 @@ def parse_json_object(data: bytes, what: str, *, max_depth: int = MAX_DEPTH) -> 
     except UnicodeDecodeError as error:
         raise ValueError(f"{what}: not UTF-8 text (byte {error.start})") from None
     try:
-        value = json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
+        value = json.loads(text, object_pairs_hook=unique, parse_constant=no_constant, parse_int=bounded_int)
     except json.JSONDecodeError as error:
         raise ValueError(f"{what}: not JSON: {error}") from None
     if not isinstance(value, dict):
