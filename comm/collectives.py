@@ -29,8 +29,8 @@ _ARITHMETIC = frozenset(
     (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int8, torch.uint8)
 )
 _TRAVELS_AS_IS = _ARITHMETIC | {torch.bool}
-# Up to this many bytes (all copies together) a CPU all-reduce is one exchange of whole tensors. Measured with gloo: one hop
-# takes a third of the time of its own all-reduce at 4-64 KiB; from about 1 MiB on, two hops of shares are quicker.
+# Up to this many bytes (all copies together) a CPU all-reduce is one exchange of whole tensors. Measured with gloo: one
+# hop takes a third of the time of its own all-reduce at 4-64 KiB; from about 1 MiB on, two hops of shares are quicker.
 _ONE_HOP_BYTES = 1 << 20
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -147,7 +147,7 @@ def _all_reduce(x: Tensor, group: Group, reduce: str, async_op: bool) -> Pending
 
 
 def _all_reduce_two_hops(x: Tensor, group: Group, reduce: str, async_op: bool) -> Pending:
-    """Each rank adds up one share of the elements and gives it to everyone: the sums of the one-hop form, fewer bytes."""
+    """Each rank adds up one share of the elements and gives it to everyone: the one-hop sums for fewer bytes."""
     flat = x.reshape(-1)
     share, longer = divmod(flat.numel(), group.size)
     sizes = [share + (rank < longer) for rank in range(group.size)]

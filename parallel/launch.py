@@ -2,7 +2,8 @@
 
 :func:`detect` reads the environment of a launcher (torchrun, Slurm's srun, mpirun, hand-made ``env://`` variables, or
 nothing) and is pure; :func:`init` makes the live ``torch.distributed`` job. This is the one library file that looks at
-the environment.
+the environment. torch is imported inside the functions that need it: it takes a second, and :func:`detect` serves
+commands that never start a job.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
-
-from .rendezvous import LOOPBACK, check_in, exchange_nodes, listen, open_store, outward_address
 from .slurm import expand_counts, expand_hosts
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -242,9 +246,8 @@ class Process:
         return self.info.world
 
     def close(self) -> None:
-        """End the process group. Not collective; harmless when there is none."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        """As :func:`close`."""
+        close()
 
 
 def init(info: LaunchInfo, device: str = "auto", timeout: float = 300.0) -> Process:
@@ -255,6 +258,10 @@ def init(info: LaunchInfo, device: str = "auto", timeout: float = 300.0) -> Proc
     The store has a prefix per restart, since gloo would else find the addresses of the ranks that died. Raises
     ``ValueError`` for a device, host or port that cannot be used and ``TimeoutError`` naming ranks that did not come.
     """
+    import torch.distributed as dist
+
+    from .rendezvous import check_in, exchange_nodes, listen, open_store
+
     assert not dist.is_initialized(), "the process group was already started"
     listener = None
     if info.world > 1 and info.launcher == "mpi":
@@ -280,12 +287,16 @@ def init(info: LaunchInfo, device: str = "auto", timeout: float = 300.0) -> Proc
 
 
 def close() -> None:
-    """End the process group of this process, if there is one."""
+    """End the process group of this process, if there is one. Not collective."""
+    import torch.distributed as dist
+
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def _choose_device(info: LaunchInfo, device: str) -> torch.device:
+    import torch
+
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"the device {device!r} is none of auto, cpu, cuda")
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
@@ -310,6 +321,8 @@ def _agree_by_mpi(info: LaunchInfo) -> tuple[LaunchInfo, socket.socket | None]:
             "started by mpirun without MASTER_ADDR and MASTER_PORT, which then needs mpi4py; install dspark[mpi] or "
             "export both"
         ) from error
+    from .rendezvous import listen, outward_address
+
     comm = MPI.COMM_WORLD
     if comm.size != info.world:
         raise ValueError(

@@ -9,7 +9,7 @@ import socket
 import torch
 import torch.distributed as dist
 
-LOOPBACK = "127.0.0.1"
+from .launch import LOOPBACK
 
 
 def listen(host: str, port: int) -> socket.socket:

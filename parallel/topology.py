@@ -18,6 +18,9 @@ from typing import NamedTuple
 
 AXES = ("tp", "pp", "attn_tp", "attn_cp", "attn_dp", "moe_ep", "moe_tp", "moe_dp")
 
+# Far above any cluster; a mistyped size must not fill the memory with tables.
+MAX_RANKS = 1 << 16
+
 RankLists = tuple[tuple[int, ...], ...]
 
 
@@ -86,6 +89,8 @@ class Topology:
         for name, value in (("world", world), ("pp", pp), ("moe_dp", moe_dp)):
             if value < 1:
                 raise ValueError(f"{name} = {value}; it must be at least 1")
+        if world > MAX_RANKS:
+            raise ValueError(f"world = {world} is more than the {MAX_RANKS} ranks a layout may have")
         if tp is None:
             _check_divides("world", world, "pp", pp)
             tp = world // pp
@@ -115,6 +120,8 @@ class Topology:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} = {value}; it must be a whole number of at least 1")
+        if self.world > MAX_RANKS:
+            raise ValueError(f"tp * pp = {tp} * {self.pp} is more than the {MAX_RANKS} ranks a layout may have")
         _check_divides("tp", tp, "dp", dp)
         _check_divides("tp", tp, "cp", cp)
         _check_divides("tp", tp, "dp * cp", dp * cp)

@@ -1,0 +1,1 @@
+"""One module a verb of the command line: ``add_arguments(parser)`` and ``run(args)``."""

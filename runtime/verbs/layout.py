@@ -1,0 +1,81 @@
+"""The layout flags that every verb with ranks shares, and the topology they describe."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from ...parallel.topology import Topology
+
+CP_SPLITS = ("zigzag", "interleave")
+DISPATCHERS = ("standard", "normal", "low_latency", "auto")
+DISPATCH_BACKENDS = ("auto", "torch", "deep_ep")
+OVERLAPS = ("none", "tbo", "sbo")
+
+
+def _size(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value
+
+
+def add_layout_flags(parser: argparse.ArgumentParser) -> None:
+    """Add ``--tp``, ``--pp``, ... to ``parser``, with other engines' names as aliases."""
+    group = parser.add_argument_group("layout")
+
+    def size(*names: str, help: str, default: int | None = 1) -> None:
+        dest = names[0].lstrip("-").replace("-", "_")
+        group.add_argument(*names, dest=dest, type=_size, default=default, metavar="N", help=help)
+
+    size(
+        *("--tp", "--tp-size", "--tensor-parallel-size"),
+        default=None,
+        help="ranks of one pipeline stage (default: all ranks / pp)",
+    )
+    size("--pp", "--pp-size", "--pipeline-parallel-size", help="pipeline stages (default 1)")
+    size("--dp", "--attn-dp-size", help="attention data parallelism inside tp (default 1)")
+    size("--cp", "--attn-cp-size", help="attention context parallelism inside tp (default 1)")
+    size(
+        *("--ep", "--ep-size", "--expert-parallel-size"),
+        default=None,
+        help="expert parallelism inside tp (default 1; with an all-to-all dispatcher all of tp)",
+    )
+    size("--moe-dp", "--moe-dp-size", help="replicas of the experts inside tp (default 1)")
+    group.add_argument("--cp-split", choices=CP_SPLITS, default="interleave", help="rows of a step over the cp ranks")
+    group.add_argument(
+        "--dispatcher",
+        choices=DISPATCHERS,
+        default="standard",
+        help="how tokens reach their experts: standard moves none; normal, low_latency and auto are all-to-all",
+    )
+    group.add_argument("--dispatch-backend", choices=DISPATCH_BACKENDS, default="auto", help="who moves them")
+    group.add_argument("--overlap", choices=OVERLAPS, default="none", help="two-batch or single-batch overlap")
+    size("--gpus-per-node", default=None, help="ranks of a node (default: from the launcher)")
+
+
+def topology_from_args(
+    args: argparse.Namespace, world: int, gpus_per_node: int | None, nodes: Sequence[int] | None = None
+) -> Topology:
+    """The topology of ``world`` ranks that the layout flags describe.
+
+    Nodes: ``--gpus-per-node`` if given, else ``nodes`` (the node of every world rank, as the ranks found it), else
+    ``gpus_per_node`` ranks each (None: one node). Raises ``ValueError`` naming both numbers for an impossible layout.
+    """
+    if args.gpus_per_node is not None:
+        gpus_per_node, nodes = args.gpus_per_node, None
+    return Topology.make(
+        world,
+        tp=args.tp,
+        pp=args.pp,
+        dp=args.dp,
+        cp=args.cp,
+        ep=args.ep,
+        moe_dp=args.moe_dp,
+        all_to_all=args.dispatcher != "standard",
+        gpus_per_node=gpus_per_node,
+        nodes=nodes,
+    )
