@@ -24,6 +24,19 @@ class ParamSource(Protocol):
         ...
 
 
+class OnDevice:
+    """A :class:`ParamSource` whose parameters are moved to a device as they are taken."""
+
+    def __init__(self, source: ParamSource, device: torch.device) -> None:
+        self._source, self._device = source, device
+
+    def take(
+        self, name: str, *, dim: int = 0, start: int = 0, stop: int | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """As :meth:`ParamSource.take`, on the device."""
+        return self._source.take(name, dim=dim, start=start, stop=stop, dtype=dtype).to(self._device)
+
+
 class Scope:
     """A :class:`ParamSource` seen from below a prefix: ``Scope(source).scope("layers.0").take("attn_norm.weight")``."""
 

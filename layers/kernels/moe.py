@@ -63,8 +63,7 @@ def experts_forward(
 
     ``gate_up`` [E, D, 2 I] and ``down`` [E, I, D] hold the local experts, input axis first. ``routing.experts`` are
     local ids; -1 marks an expert that lives elsewhere and adds nothing. Rows are grouped by expert: one product per
-    expert
-    that has rows. Sums run in the order of expert ids.
+    expert that has rows. Sums run in the order of expert ids.
     """
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     top_k = routing.experts.shape[1]

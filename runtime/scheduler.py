@@ -1,0 +1,79 @@
+"""Which tokens run in the next step: every decoding request, and prefill chunks up to a budget.
+
+The scheduler sees lengths, never tensors, and is a function of what all ranks know, so every rank plans the same step.
+Requests run in the order they came. A request is admitted when a cache slot is free and there are pages for its worst
+case, so no running request can run out of memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from .cache import Cache
+from .sequence import NO_SLOT, RequestState
+
+
+class Work(NamedTuple):
+    """``num_tokens`` uncached tokens of a request; ``decides``: its next token can be chosen afterwards."""
+
+    state: RequestState
+    num_tokens: int
+    decides: bool
+
+
+class Scheduler:
+    """Keeps the waiting and the running requests of one engine.
+
+    ``chunk_size``: prefill tokens a step may hold, less the decoding requests in it. ``extra_rows``: cache rows beyond
+    its worst case that a request may write while a block is verified.
+    """
+
+    def __init__(self, cache: Cache, chunk_size: int, extra_rows: int = 0) -> None:
+        self._cache, self._chunk_size, self._extra_rows = cache, chunk_size, extra_rows
+        self._waiting: deque[RequestState] = deque()
+        self.running: list[RequestState] = []
+
+    def add(self, state: RequestState) -> None:
+        """Queue a request."""
+        self._waiting.append(state)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self._waiting or self.running)
+
+    def plan(self) -> list[Work]:
+        """Admit what fits and lay out the next step; empty only if nothing is running."""
+        while self._waiting and self._admit(self._waiting[0]):
+            self.running.append(self._waiting.popleft())
+        num_decoding = sum(state.num_waiting == 1 for state in self.running)
+        budget = max(self._chunk_size - num_decoding, 1)
+        works = []
+        for state in self.running:
+            if state.num_waiting == 1:
+                works.append(Work(state, 1, True))
+            elif budget:
+                num_tokens = min(state.num_waiting, budget)
+                budget -= num_tokens
+                works.append(Work(state, num_tokens, num_tokens == state.num_waiting))
+        return works
+
+    def finish(self, state: RequestState) -> None:
+        """Forget a request, wherever it is, and free what it holds."""
+        if state.slot == NO_SLOT:
+            self._waiting.remove(state)
+        else:
+            self.running.remove(state)
+            self._cache.release(state.slot)
+            state.slot = NO_SLOT
+
+    def _admit(self, state: RequestState) -> bool:
+        if not self._cache.num_free_slots:
+            return False
+        slot = self._cache.acquire()
+        if not self._cache.reserve(slot, state.worst_case + self._extra_rows):
+            self._cache.release(slot)
+            return False
+        state.slot = slot
+        return True
