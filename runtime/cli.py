@@ -45,6 +45,8 @@ def running() -> Iterator[None]:
     """Inside, inputs are already checked: any exception is a failure of the run (status 1), not of its usage."""
     try:
         yield
+    except BrokenPipeError:
+        raise
     except Exception as error:
         raise RunError(f"{type(error).__name__}: {error}") from error
 

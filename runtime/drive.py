@@ -42,7 +42,7 @@ def admit(inputs: Inputs, text: TextTracker, vocab_size: int, max_context: int) 
             refused.append(refused_output(request.request_id, str(error), request.prompt_ids))
         else:
             good.append(request)
-    return Inputs(tuple(good), tuple(refused))
+    return Inputs(tuple(good), tuple(refused), inputs.order)
 
 
 def drive(engine: StepEngine, requests: Iterable[Request], text: TextTracker | None) -> Iterator[TokenEvent]:

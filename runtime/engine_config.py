@@ -11,7 +11,7 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16")
 VERIFY_MODES = ("static", "sync", "async")
 OVERLAP_MODES = ("none", "tbo", "sbo")
-DISPATCHERS = ("auto", "standard", "normal", "low_latency")
+DISPATCHERS = ("standard", "normal", "low_latency", "auto")
 DISPATCH_BACKENDS = ("auto", "torch", "deep_ep")
 MAX_CHUNK_SIZE = 1 << 20
 MAX_RUNNING = 1 << 16
@@ -38,7 +38,7 @@ class EngineConfig:
     gamma: int | None = None
     verify: str = "static"
     overlap: str = "none"
-    dispatcher: str = "auto"
+    dispatcher: str = "standard"
     dispatch_backend: str = "auto"
 
     def validate(self) -> EngineConfig:
@@ -85,7 +85,7 @@ def check_supported(config: EngineConfig, topology: Topology) -> None:
         ("gamma", (None, 0)),
         ("verify", ("static",)),
         ("overlap", ("none",)),
-        ("dispatcher", ("auto", "standard")),
+        ("dispatcher", ("standard",)),
         ("dispatch_backend", ("auto", "torch")),
         ("deterministic", (False,)),
     ):
@@ -119,7 +119,6 @@ def resolve(config: EngineConfig, *, model_dir: str, device_type: str, max_posit
         dtype=default_dtype if config.dtype == "auto" else config.dtype,
         max_context=max_positions if config.max_context is None else config.max_context,
         draft="none" if config.draft == "auto" else config.draft,
-        dispatcher="standard" if config.dispatcher == "auto" else config.dispatcher,
         dispatch_backend="torch" if config.dispatch_backend == "auto" else config.dispatch_backend,
     )
 

@@ -24,10 +24,11 @@ Encode = Callable[[str], tuple[int, ...]]
 
 
 class Inputs(NamedTuple):
-    """Requests to run, and the results of those that could not become one; each in the order they were given."""
+    """Requests to run, the results of those that could not become one, and the ids of all in the order given."""
 
-    requests: tuple[Request, ...]
-    refused: tuple[RequestOutput, ...]
+    requests: tuple[Request, ...] = ()
+    refused: tuple[RequestOutput, ...] = ()
+    order: tuple[str, ...] = ()
 
 
 def refused_output(request_id: str, error: str, prompt_ids: Sequence[int] = ()) -> RequestOutput:
@@ -53,7 +54,7 @@ def _collect(items: Iterable[tuple[dict[str, Any] | str, str]], base: SamplingPa
     """Items are (fields or their JSON text, where they stand)."""
     requests: list[Request] = []
     refused: list[RequestOutput] = []
-    seen: set[str] = set()
+    seen: dict[str, None] = {}
     for arrival, (item, where) in enumerate(items):
         request_id = str(arrival)
         try:
@@ -64,8 +65,8 @@ def _collect(items: Iterable[tuple[dict[str, Any] | str, str]], base: SamplingPa
             requests.append(_request(fields, request_id, arrival, base, encode))
         except ValueError as error:
             refused.append(refused_output(request_id, f"{where}: {error}"))
-        seen.add(request_id)
-    return Inputs(tuple(requests), tuple(refused))
+        seen[request_id] = None
+    return Inputs(tuple(requests), tuple(refused), tuple(seen))
 
 
 def _request(fields: dict[str, Any], request_id: str, arrival: int, base: SamplingParams, encode: Encode) -> Request:

@@ -1,0 +1,79 @@
+"""The engine and speculation flags that every verb with a model shares, and the config they make."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+
+from ...parallel.topology import Topology
+from ..engine_config import DEVICES, DTYPES, VERIFY_MODES, EngineConfig
+from ..progress import shown
+from ..session import Session
+from .layout import add_layout_flags, topology_from_args
+
+_DEFAULT = EngineConfig()
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the layout, engine and speculation flags, with other engines' names as aliases."""
+    add_layout_flags(parser)
+    _add_engine_flags(parser)
+    _add_speculation_flags(parser)
+
+
+def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine")
+    group.add_argument(
+        "--model", "--model-path", metavar="DIR", help="checkpoint folder (default: the bundled small model)"
+    )
+    group.add_argument("--device", choices=DEVICES, default=_DEFAULT.device, help="default: a GPU if there is one")
+    group.add_argument("--dtype", choices=DTYPES, default=_DEFAULT.dtype, help="default: float32 on CPU, else bfloat16")
+    group.add_argument(
+        *("--max-running", "--max-running-requests", "--max-num-seqs"),
+        dest="max_running",
+        type=int,
+        default=_DEFAULT.max_running,
+        metavar="N",
+        help=f"requests in flight (default {_DEFAULT.max_running})",
+    )
+    group.add_argument(
+        *("--max-context", "--context-length", "--max-model-len"),
+        dest="max_context",
+        type=int,
+        metavar="N",
+        help="tokens of prompt and continuation together (default: the model's own limit)",
+    )
+    group.add_argument("--seed", type=int, default=_DEFAULT.seed, metavar="N", help="of sampling (default 0)")
+    group.add_argument("--deterministic", action="store_true", help="results do not depend on batch composition")
+
+
+def add_chunk_size(parser: argparse.ArgumentParser) -> None:
+    """Add ``--chunk-size`` as one number."""
+    parser.add_argument(
+        *("--chunk-size", "--chunked-prefill-size"),
+        dest="chunk_size",
+        type=int,
+        default=_DEFAULT.chunk_size,
+        metavar="N",
+        help=f"prefill tokens per step (default {_DEFAULT.chunk_size})",
+    )
+
+
+def _add_speculation_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("speculation")
+    group.add_argument("--draft", default=_DEFAULT.draft, metavar="NAME", help="auto (the checkpoint's own) or none")
+    group.add_argument("--gamma", type=int, metavar="N", help="drafted tokens a round")
+    group.add_argument("--verify", choices=VERIFY_MODES, default=_DEFAULT.verify, help="how many drafts are verified")
+
+
+def open_session(args: argparse.Namespace, **overrides: object) -> Session:
+    """The session of the parsed flags; ``overrides`` are fields of :class:`EngineConfig` that the verb sets itself."""
+    names = {field.name for field in dataclasses.fields(EngineConfig)}
+    values = {name: value for name, value in vars(args).items() if name in names}
+    config = EngineConfig(**(values | overrides))
+
+    def make_topology(world: int, nodes: Sequence[int] | None) -> Topology:
+        return topology_from_args(args, world, None, nodes)
+
+    return Session.open(config, make_topology, shown)

@@ -1,0 +1,165 @@
+"""Decode prompts; the text appears as it is decoded.
+
+Examples:
+  dspark generate --prompt 'def main():' --max-new-tokens 40
+  dspark generate --input prompts.jsonl --output results.jsonl --temperature 0.8 --top-p 0.95
+  torchrun --nproc-per-node 2 -m dspark.runtime generate --prompt 'Once upon a time'
+
+A line of --input is an object with "prompt" or "token_ids", optionally "id", and the sampling options under their
+names with underscores ("max_new_tokens", "temperature", "seed", "stop", "stop_token_ids", ...). A request that cannot
+run comes back with finish_reason "error" and the reason; the others run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterator
+from typing import TextIO
+
+from ..cli import running
+from ..drive import Collector, admit, drive, in_order
+from ..inputs import Inputs, requests_from_file, requests_from_prompts
+from ..progress import Progress, shown, silent
+from ..report import Summary, output_to_json
+from ..request import RequestOutput, SamplingParams
+from ..session import Session
+from ..share import from_first, share_requests
+from .engine_flags import add_chunk_size, add_model_flags, open_session
+
+_DEFAULT = SamplingParams()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this verb's flags."""
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times")
+    source.add_argument("--input", metavar="FILE.jsonl", help="one request a line")
+    parser.add_argument("--output", metavar="FILE.jsonl", help="one result a line, as requests finish")
+    parser.add_argument("--json", action="store_true", help="print one JSON object (outputs, summary) instead of text")
+    _add_sampling_flags(parser)
+    add_chunk_size(parser)
+    add_model_flags(parser)
+
+
+def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling (defaults for requests that do not say)")
+    number = {"metavar": "N", "type": int}
+    share = {"metavar": "X", "type": float}
+    group.add_argument("--max-new-tokens", **number, default=_DEFAULT.max_new_tokens, help="default %(default)s")
+    group.add_argument("--temperature", **share, default=_DEFAULT.temperature, help="0 is greedy (the default)")
+    group.add_argument("--top-k", **number, default=_DEFAULT.top_k, help="keep the N likeliest; 0 keeps all")
+    group.add_argument("--top-p", **share, default=_DEFAULT.top_p, help="keep the likeliest up to this mass")
+    group.add_argument("--min-p", **share, default=_DEFAULT.min_p, help="keep those above this share of the likeliest")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends before this text; repeatable")
+    group.add_argument("--stop-token-id", action="append", default=[], **number, help="ends after this id; repeatable")
+    group.add_argument("--ignore-eos", action="store_true", help="go on past the end of the sequence")
+    group.add_argument("--logprobs", **number, help="report each token's log-probability and N alternatives")
+    group.add_argument("--show-special-tokens", action="store_true", help="special tokens appear in the text")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Decode; collective over all ranks that were started."""
+    params = SamplingParams(
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        stop=tuple(args.stop),
+        stop_token_ids=tuple(args.stop_token_id),
+        ignore_eos=args.ignore_eos,
+        logprobs=args.logprobs,
+        skip_special_tokens=not args.show_special_tokens,
+    ).validate()
+    with open_session(args) as session, contextlib.ExitStack() as stack:
+        inputs = Inputs()
+        sink: TextIO | None = None
+
+        def prepare() -> None:
+            nonlocal inputs, sink
+            inputs = admit(_read(args, session, params), session.text, session.vocab_size, session.max_context)
+            if args.output:
+                sink = stack.enter_context(open(args.output, "w", encoding="utf-8"))
+
+        from_first(prepare, session.world)
+        requests = share_requests(inputs.requests, session.world)
+        with running():
+            if not session.is_first:
+                for _ in drive(session.engine, requests, None):
+                    pass
+                return 0
+            printer = Printer(sink, as_json=args.json, alone=len(requests) + len(inputs.refused) == 1)
+            start = time.perf_counter()
+            outputs = _finish(session, inputs, printer)
+            printer.close(in_order(outputs, inputs.order), time.perf_counter() - start)
+    return 0
+
+
+def _read(args: argparse.Namespace, session: Session, params: SamplingParams) -> Inputs:
+    if args.prompt is not None:
+        return requests_from_prompts(args.prompt, params, session.encode)
+    return requests_from_file(args.input, params, session.encode)
+
+
+def _finish(session: Session, inputs: Inputs, printer: Printer) -> list[RequestOutput]:
+    """Run all requests on the first rank, showing what comes; the results as they finished."""
+    outputs = list(inputs.refused)
+    for output in outputs:
+        printer.finished(output)
+    collector = Collector(inputs.requests)
+    with _bar(len(inputs.requests), printer.alone) as bar:
+        for event in drive(session.engine, inputs.requests, session.text):
+            printer.streamed(event.text)
+            output = collector.push(event)
+            if output is not None:
+                outputs.append(output)
+                printer.finished(output)
+                bar.update(1)
+    return outputs
+
+
+@contextlib.contextmanager
+def _bar(total: int, alone: bool) -> Iterator[Progress]:
+    bar = (silent if alone else shown)("requests", total, "req")
+    try:
+        yield bar
+    finally:
+        bar.close()
+
+
+class Printer:
+    """Shows text and results: one request streams, several are printed as they finish, errors go to stderr."""
+
+    def __init__(self, sink: TextIO | None, *, as_json: bool, alone: bool) -> None:
+        self._sink, self._as_json, self.alone = sink, as_json, alone
+
+    def streamed(self, text: str) -> None:
+        """Characters of one of the requests, just decoded."""
+        if self.alone and not self._as_json and text:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    def finished(self, output: RequestOutput) -> None:
+        """A request came to its end."""
+        if self._sink is not None:
+            self._sink.write(json.dumps(output_to_json(output), ensure_ascii=False) + "\n")
+            self._sink.flush()
+        if output.error is not None:
+            print(f"request {output.request_id}: {output.error}", file=sys.stderr, flush=True)
+        elif self.alone and not self._as_json:
+            print(flush=True)
+        elif not self._as_json and self._sink is None:
+            print(f"[{output.request_id}] {output.text}", flush=True)
+
+    def close(self, outputs: list[RequestOutput], seconds: float) -> None:
+        """All requests came to their ends: the summary."""
+        summary = Summary.of(outputs, seconds)
+        if self._as_json:
+            result = {"outputs": [output_to_json(output) for output in outputs], "summary": summary.to_json()}
+            print(json.dumps(result, ensure_ascii=False), flush=True)
+        for line in summary.lines():
+            print(line, file=sys.stderr, flush=True)
