@@ -60,6 +60,11 @@ class Pending:
         return self._result
 
 
+def _native(x: Tensor) -> bool:
+    """Whether the backend's own collectives serve ``x`` best: NCCL's do; gloo's are slower than its all-to-all."""
+    return x.is_cuda
+
+
 def _error(op: str, group: Group, message: str) -> ValueError:
     return ValueError(f"{op} on group {group.name} of {group.size}: {message}")
 
@@ -135,7 +140,7 @@ def _all_reduce(x: Tensor, group: Group, reduce: str, async_op: bool) -> Pending
     if group.size == 1:
         return Pending(x)
     num_bytes = x.numel() * x.element_size()
-    if x.is_cuda:
+    if _native(x):
         _count_even(op, group, num_bytes, 2 * num_bytes / group.size)
         wire = x.contiguous()
         return Pending(wire, dist.all_reduce(wire, reduce_op, group.pg, async_op), None if wire is x else x.copy_)
@@ -190,7 +195,7 @@ def _reduce_scatter(
         return Pending(x)
     _count_pieces(op, group, x, sizes)
     wire, mine = x.contiguous(), sizes[group.rank]
-    if x.is_cuda and equal:
+    if equal and _native(x):
         out = wire.new_empty((mine, *x.shape[1:]))
         return Pending(out, _reduce_scatter_single(out, wire, reduce_op, group.pg, async_op), keep=wire)
     pieces = wire.new_empty((group.size, mine, *x.shape[1:]))
@@ -248,7 +253,7 @@ def _all_gather(x: Tensor, group: Group, dim: int, async_op: bool) -> Pending:
     num_bytes = x.numel() * x.element_size()
     _count_even(op, group, num_bytes, num_bytes)
     wire, dim, dtype = _wire(x), dim % x.dim(), x.dtype
-    if x.is_cuda:
+    if _native(x):
         out = wire.new_empty((group.size * wire.shape[0], *wire.shape[1:]))
         work, keep = _all_gather_single(out, wire, group.pg, async_op), wire
     else:

@@ -93,6 +93,6 @@ def imbalance(split: Split) -> float:
 
 
 def ring_wall(split: Split) -> int:
-    """Pairs on the critical path of a ring: in step s rank r sees the keys of rank r - s, and all wait for the slowest."""
+    """Pairs on the critical path of a ring: in step s rank r sees the keys of rank r - s; all wait for the slowest."""
     pairs, ranks = causal_pairs(split), np.arange(len(split.owned))
     return int(sum(pairs[ranks, (ranks - step) % len(ranks)].max() for step in range(len(ranks))))

@@ -22,15 +22,16 @@ class Traffic:
     ``calls`` counts operations. The rest are bytes, as integers:
 
     - ``bytes``: the payload, i.e. the size of the tensor this rank handed in (for a broadcast the tensor's size on
-      every rank, for a barrier 0);
+      every rank, for a barrier 0). It does not depend on how the operation is carried out.
     - ``sent_bytes``: what this rank sends to other ranks when every piece goes straight to the rank that needs it. With
-      ``n`` payload bytes in a group of ``W``: all-gather ``n (W-1)``; reduce-scatter the pieces of the others
-      (``n (W-1) / W`` when equal); all-reduce ``2 n (W-1) / W``, a reduce-scatter and an all-gather; all-to-all the
-      pieces for others; broadcast ``n (W-1)`` on the source and 0 elsewhere;
+      ``n`` payload bytes in a group of ``W``: all-gather ``n (W-1)``; reduce-scatter and all-to-all the pieces of the
+      others (``n (W-1) / W`` when equal); broadcast ``n (W-1)`` on the source and 0 elsewhere; all-reduce
+      ``2 n (W-1) / W``, a reduce-scatter and an all-gather, except that small ones on CPU are sent whole:
+      ``n (W-1)``.
     - ``cross_node_bytes``: the part of ``sent_bytes`` whose receiver is on another node.
 
-    A backend may route differently (a ring all-gather crosses a node border once per border, not once per pair); what
-    an all-to-all moves is what crosses the wire.
+    On CPU this is what is sent, broadcasts apart, whose copies may be relayed; NCCL may route differently (its rings
+    cross a node border once, not once per pair).
     """
 
     calls: int = 0
