@@ -2,8 +2,8 @@
 
 An FP8 weight [R, C] (e4m3) has a grid of scales [ceil(R / br), ceil(C / bc)], one factor per block of br x bc values.
 A packed FP4 weight [R, C] lies as [R, C / 2] bytes, the even column in the low four bits (e2m1), with scales
-[R, C / b]. A scale is an fp32 number or one exponent byte e, meaning 2^(e - 127). The block sizes follow from the
-grids; the config's claim only decides where a grid fits several sizes.
+[R, C / b]. A scale is an fp32 number or one exponent byte e, meaning 2^(e - 127). The block sizes follow from
+the grids: the config's claim where it fits, else the size that is even or a power of two, if there is just one.
 """
 
 from __future__ import annotations
@@ -100,12 +100,22 @@ def _form(name: str, spec: TensorSpec, weight: StoredTensor, scale: StoredTensor
 
 
 def _block_edge(name: str, size: int, count: int, claimed: int) -> int:
+    """The edge of the blocks along one axis: the claimed one, else the only one that is even or a power of two."""
     if claimed and -(-size // claimed) == count:
         return claimed
-    if size % count == 0:
-        return size // count
+    if count == 1:
+        return size
+    power = 1 << max(-(-size // count) - 1, 0).bit_length()  # the smallest that gives at most ``count`` blocks
+    edges = {size // count} if size % count == 0 else set()
+    if -(-size // power) == count:
+        edges.add(power)
+    if len(edges) == 1:
+        return edges.pop()
     claim = f", which is not blocks of {claimed}" if claimed else ""
-    raise ValueError(f"{name}: {count} scales for {size} values along one axis{claim} and does not divide evenly")
+    raise ValueError(
+        f"{name}: {count} scales for {size} values along one axis{claim}; "
+        + (f"blocks of {min(edges)} and of {max(edges)} both fit" if edges else "no block size fits")
+    )
 
 
 def _fp4_block(name: str, shape: tuple[int, ...], grid: tuple[int, ...]) -> int:
@@ -133,8 +143,10 @@ def decode_scales(name: str, dtype: str, words: np.ndarray) -> np.ndarray:
     """Raw scales as float32 factors. Raises ``ValueError`` if one is NaN, infinite, zero or negative."""
     if dtype in EXPONENT_SCALES:
         bad = words == 255
-        # The smallest exponent is a subnormal number, which a shifted exponent alone does not express.
-        values = np.ldexp(np.float32(1.0), words.astype(np.int32) - 127).astype(np.float32)
+        # By multiplication, since the smallest exponent is a subnormal number and cannot be shifted into place.
+        values = np.ldexp(
+            np.float32(0.5), words.astype(np.int32) - 126, where=~bad, out=np.ones(words.shape, np.float32)
+        )
     else:
         values = words.view(np.float32)
         bad = ~(np.isfinite(values) & (values > 0))
