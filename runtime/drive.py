@@ -22,6 +22,10 @@ class StepEngine(Protocol):
         """Take a valid request."""
         ...
 
+    def abort(self, request_id: str) -> None:
+        """Drop a request."""
+        ...
+
     def has_work(self) -> bool:
         """Whether a request is unfinished; the same on all ranks."""
         ...
@@ -45,20 +49,29 @@ def admit(inputs: Inputs, text: TextTracker, vocab_size: int, max_context: int) 
     return Inputs(tuple(good), tuple(refused), inputs.order)
 
 
-def drive(engine: StepEngine, requests: Iterable[Request], text: TextTracker | None) -> Iterator[TokenEvent]:
+def drive(engine: StepEngine, requests: Sequence[Request], text: TextTracker | None) -> Iterator[TokenEvent]:
     """Run ``requests`` to their ends and yield what each step brings, with the text that became certain.
 
     Collective over the engine's ranks. ``text`` is ``None`` on ranks that do not decide; they yield events too, but
-    without text. Leaving early leaves the engine with unfinished requests.
+    without text. Whoever leaves early does so on every rank at the same event; unfinished requests are then aborted.
     """
-    for request in requests:
-        engine.add(request)
-    while engine.has_work():
-        for event in engine.step():
+    unfinished = {request.request_id: None for request in requests}
+    try:
+        for request in requests:
+            engine.add(request)
+        while engine.has_work():
+            for event in engine.step():
+                finished = event.finish_reason is not None
+                if finished:
+                    del unfinished[event.request_id]
+                if text is not None:
+                    event = dataclasses.replace(event, text=text.take(event.request_id, finished=finished))
+                yield event
+    finally:
+        for request_id in unfinished:
+            engine.abort(request_id)
             if text is not None:
-                shown = text.take(event.request_id, finished=event.finish_reason is not None)
-                event = dataclasses.replace(event, text=shown)
-            yield event
+                text.take(request_id, finished=True)
 
 
 @dataclasses.dataclass

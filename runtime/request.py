@@ -34,7 +34,8 @@ class SamplingParams:
 
     ``seed=None`` takes the engine's seed and the request id, so equal prompts differ; with a seed of its own a
     request repeats whatever else runs. ``logprobs=N`` reports each token's log-probability and the N most likely
-    alternatives, of the model's own law (before temperature and filters). ``stop`` strings are cut from the text.
+    alternatives, of the model's own law (before temperature and filters). ``stop`` strings (one, or several) are cut from
+    the text.
     """
 
     max_new_tokens: int = 64
@@ -48,6 +49,13 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        # Lists, and one bare stop string, are what people and JSON write.
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            if isinstance(value, (list, str)):
+                object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
 
     @property
     def greedy(self) -> bool:
@@ -90,19 +98,13 @@ SAMPLING_FIELDS: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(Samp
 
 
 def sampling_from_dict(values: dict[str, Any], base: SamplingParams) -> SamplingParams:
-    """``base`` with the named fields replaced by JSON values (``stop`` may be one string), validated.
+    """``base`` with the named fields replaced by JSON values, validated.
 
     Raises ``ValueError`` for an unknown name or a value out of range.
     """
     unknown = sorted(set(values) - set(SAMPLING_FIELDS))
     if unknown:
         raise ValueError(f"unknown sampling field {unknown[0]!r}; known: {', '.join(SAMPLING_FIELDS)}")
-    values = dict(values)
-    if isinstance(values.get("stop"), str):
-        values["stop"] = (values["stop"],)
-    for name in ("stop", "stop_token_ids"):
-        if isinstance(values.get(name), list):
-            values[name] = tuple(values[name])
     return dataclasses.replace(base, **values).validate()
 
 

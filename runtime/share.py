@@ -83,10 +83,6 @@ def share_requests(
         return list(requests or ())
     rows = [[r.request_id, list(r.prompt_ids), asdict(r.params), r.arrival] for r in requests or ()]
     return [
-        Request(request_id, tuple(prompt_ids), _params_from_json(params), arrival)
+        Request(request_id, tuple(prompt_ids), SamplingParams(**params), arrival)
         for request_id, prompt_ids, params, arrival in share_json(rows, group, device)
     ]
-
-
-def _params_from_json(values: dict[str, Any]) -> SamplingParams:
-    return SamplingParams(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})

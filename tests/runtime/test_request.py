@@ -42,7 +42,8 @@ BAD_PARAMS = [
     ("logprobs", 65),
     ("ignore_eos", 1),
     ("skip_special_tokens", "no"),
-    ("stop", "bare"),
+    ("stop", {"a": 1}),
+    ("stop", ["a", ""]),
     ("stop", ("",)),
     ("stop", ("x" * 257,)),
     ("stop", (3,)),
@@ -70,6 +71,7 @@ def test_json_fields_replace_the_defaults():
     got = sampling_from_dict({"stop": "END", "stop_token_ids": [5], "top_k": 2}, base)
     assert got == dataclasses.replace(base, stop=("END",), stop_token_ids=(5,), top_k=2)
     assert sampling_from_dict({"stop": ["a", "b"], "seed": None}, base).stop == ("a", "b")
+    assert SamplingParams(stop="END", stop_token_ids=[1]) == SamplingParams(stop=("END",), stop_token_ids=(1,))
     with pytest.raises(ValueError, match="unknown sampling field 'beam'"):
         sampling_from_dict({"beam": 4}, base)
     with pytest.raises(ValueError, match="^top_p is 7"):
