@@ -49,6 +49,9 @@ class AttentionPlan(NamedTuple):
     [S, max_pages] maps a slot's token pages to pages of the entry pools. ``closing``: for each ratio m in use, the
     indices (int64) of key rows whose position closes a window of m tokens. ``max_position``: the largest position in
     the step, which bounds the work of reading compressed entries. ``host`` is None when the step is not on the CPU.
+
+    ``bidirectional``: the rows of a request are one block (of a draft) that begins at position P. Each sees the window
+    before the block, positions P - window .. P - 1, and the whole block.
     """
 
     queries: Rows
@@ -57,9 +60,12 @@ class AttentionPlan(NamedTuple):
     closing: dict[int, torch.Tensor]
     max_position: int
     host: HostPlan | None
+    bidirectional: bool = False
 
 
-def build_plan(rows: np.ndarray, page_table: torch.Tensor, ratios: tuple[int, ...]) -> AttentionPlan:
+def build_plan(
+    rows: np.ndarray, page_table: torch.Tensor, ratios: tuple[int, ...], bidirectional: bool = False
+) -> AttentionPlan:
     """The plan of a step whose queries are its keys. ``rows`` int64 [5, T]: the fields of :class:`Rows` in order."""
     closing = {ratio: np.flatnonzero((rows[0] + 1) % ratio == 0) for ratio in ratios}
     max_position = int(rows[0].max()) if rows.shape[1] else -1
@@ -72,7 +78,7 @@ def build_plan(rows: np.ndarray, page_table: torch.Tensor, ratios: tuple[int, ..
         host = None
     fields = Rows(*tensor.unbind(0))
     tensors = {ratio: torch.from_numpy(at).to(device) for ratio, at in closing.items()}
-    return AttentionPlan(fields, fields, page_table, tensors, max_position, host)
+    return AttentionPlan(fields, fields, page_table, tensors, max_position, host, bidirectional)
 
 
 class HostLayerCache(NamedTuple):

@@ -57,13 +57,22 @@ def select_entries(
     return chosen
 
 
-def _window_keys(keys: torch.Tensor, ring: torch.Tensor, rows: Rows, window: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys [T, w, d] of the window that ends at each row, and which of them exist [T, w]."""
-    positions = rows.positions.unsqueeze(1) + torch.arange(window, device=keys.device) - (window - 1)
+def _window_keys(
+    keys: torch.Tensor, ring: torch.Tensor, rows: Rows, window: int, bidirectional: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys [T, w, d] at the positions that each row sees, and which of them exist [T, w]."""
+    if bidirectional:
+        first, last = rows.starts - window, rows.ends - 1
+    else:
+        first, last = rows.positions - (window - 1), rows.positions
+    widest = int((last - first).max()) + 1
+    positions = first.unsqueeze(1) + torch.arange(widest, device=keys.device)
     in_step = positions >= rows.starts.unsqueeze(1)
-    step_rows = torch.where(in_step, rows.rows.unsqueeze(1) - (rows.positions.unsqueeze(1) - positions), 0)
+    here = rows.rows.unsqueeze(1) - (rows.positions.unsqueeze(1) - positions)
+    step_rows = torch.where(in_step & (positions <= last.unsqueeze(1)), here, 0)
     from_ring = ring[rows.slots.unsqueeze(1), positions.clamp(min=0) % ring.shape[1]]
-    return torch.where(in_step.unsqueeze(-1), keys[step_rows], from_ring), positions >= 0
+    exists = (positions >= 0) & (positions <= last.unsqueeze(1))
+    return torch.where(in_step.unsqueeze(-1), keys[step_rows], from_ring), exists
 
 
 def attend(
@@ -80,16 +89,17 @@ def attend(
 ) -> torch.Tensor:
     """Attention of ``q`` [T, H, d] over sliding keys and compressed entries, [T, H, d].
 
-    One key head, which is also the value: ``keys`` [K, d] are the step's own, the cache holds earlier ones. A query
-    at p sees positions p - window + 1 .. p, and with ``ratio`` > 0 the entries in ``selected`` [T, k] (-1 is none), or
-    all entries t < (p + 1) // ratio if ``selected`` is None. Each head's ``sinks`` [H] is one more logit without a
-    value. The keys' rotation is undone on the output at the query's position.
+    One key head, which is also the value: ``keys`` [K, d] are the step's own, the cache holds earlier ones. A query at p
+    sees positions p - window + 1 .. p (or its whole block, see ``AttentionPlan.bidirectional``), and with ``ratio`` > 0
+    the entries in ``selected`` [T, k] (-1 is none), or all entries t < (p + 1) // ratio if ``selected`` is None. Each
+    head's ``sinks`` [H] is one more logit without a value. The keys' rotation is undone on the output at the query's
+    position.
     """
     out = torch.empty_like(q)
     num_entries = 0 if ratio == 0 else (plan.max_position + 1) // ratio if selected is None else selected.shape[1]
     for part in _blocks(q.shape[0], (window + num_entries) * (q.shape[2] + q.shape[1])):
         rows = _sliced(plan.queries, part)
-        seen, visible = _window_keys(keys, cache.window, rows, window)
+        seen, visible = _window_keys(keys, cache.window, rows, window, plan.bidirectional)
         if num_entries:
             if selected is None:
                 wanted = torch.arange(num_entries, device=q.device).unsqueeze(0)

@@ -81,20 +81,18 @@ class Block:
     def __init__(
         self,
         source: Scope,
-        config: ModelConfig,
-        layer: int,
-        ropes: dict[str, RopeTable],
+        attention: V4AttentionSizes,
+        moe: MoESizes,
+        hyper: HyperSizes,
+        rope: RopeTable,
         groups: Groups,
         kernels: Kernels,
+        layer: int,
     ) -> None:
         self._layer = layer
-        sizes = attention_sizes(config, layer)
-        rope = ropes["main" if sizes.kind == "sliding" else "compress"]
-        hyper = hyper_sizes(config)
         self._attn_hc = HyperConnection(source, "hc_attn", "attn_norm", hyper, kernels)
         self._ffn_hc = HyperConnection(source, "hc_ffn", "ffn_norm", hyper, kernels)
-        self._attention = V4Attention(source.scope("attn"), sizes, rope, groups.attn_tp, kernels, layer)
-        moe = moe_sizes(config, layer)
+        self._attention = V4Attention(source.scope("attn"), attention, rope, groups.attn_tp, kernels, layer)
         self._moe = MoE(source.scope("ffn"), moe, groups.tp, groups.moe_ep, groups.moe_tp, kernels, layer)
 
     def stages(
@@ -139,18 +137,21 @@ class DeepseekV4:
             "compress": rope_table(config, config.compress_rope, max_context, device),
         }
         top = Scope(source)
-        self._embed = VocabParallelEmbedding(top, "embed.weight", config.vocab_size, groups.tp)
-        self._blocks = [
-            Block(top.scope(f"layers.{layer}"), config, layer, ropes, groups, kernels)
-            for layer in range(config.num_layers)
-        ]
+        self.embed = VocabParallelEmbedding(top, "embed.weight", config.vocab_size, groups.tp)
+        self._blocks = [self._block(top, layer, ropes, groups, kernels) for layer in range(config.num_layers)]
         self._hyper_head = HyperHead(top, "hc_head", hyper_sizes(config), kernels)
         self._norm = RMSNorm(top, "norm", config.rms_norm_eps, kernels)
-        self._head = ParallelLMHead(top, "head.weight", config.vocab_size, groups.tp, kernels)
+        self.head = ParallelLMHead(top, "head.weight", config.vocab_size, groups.tp, kernels)
+
+    def _block(self, top: Scope, layer: int, ropes: dict[str, RopeTable], groups: Groups, kernels: Kernels) -> Block:
+        attention = attention_sizes(self.config, layer)
+        rope = ropes["main" if attention.kind == "sliding" else "compress"]
+        sizes = (attention, moe_sizes(self.config, layer), hyper_sizes(self.config))
+        return Block(top.scope(f"layers.{layer}"), *sizes, rope, groups, kernels, layer)
 
     def stages(self, step: Step, cache: Cache, probe: Probe = ignore) -> Generator[None, None, ModelOutput]:
         """The forward of ``step`` as stages, see :meth:`Block.stages`; the step's rows are stored in ``cache``."""
-        streams = self._embed(step.tokens).unsqueeze(1).repeat(1, self.config.hc_mult, 1)
+        streams = self.embed(step.tokens).unsqueeze(1).repeat(1, self.config.hc_mult, 1)
         taps = []
         for layer, block in enumerate(self._blocks):
             streams = yield from block.stages(streams, step.tokens, cache.layers[layer], step.plan, probe)
@@ -160,7 +161,7 @@ class DeepseekV4:
             streams = streams[step.logit_rows]
         hidden = self._norm(self._hyper_head(streams))
         probe("final_norm", self.config.num_layers, hidden)
-        return ModelOutput(self._head(hidden), torch.cat(taps, dim=-1) if taps else None)
+        return ModelOutput(self.head(hidden), torch.cat(taps, dim=-1) if taps else None)
 
     @torch.inference_mode()
     def forward(self, step: Step, cache: Cache, probe: Probe = ignore) -> ModelOutput:

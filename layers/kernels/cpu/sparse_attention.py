@@ -103,19 +103,39 @@ def _attend_row(q, columns, num_keys, sinks, scale, probs, out):
 
 @jit
 def _attend(
-    q, keys, ring, entries, selected, all_visible, queries, page_table, sinks, window, ratio, cos, minus_sin, scale, out
+    q,
+    keys,
+    ring,
+    entries,
+    selected,
+    all_visible,
+    queries,
+    page_table,
+    block,
+    sinks,
+    window,
+    ratio,
+    cos,
+    minus_sin,
+    scale,
+    out,
 ):
     d, per_page = q.shape[2], entries.shape[1]
     most = 0
     if ratio > 0:
         for i in range(q.shape[0]):
             most = max(most, (queries[0, i] + 1) // ratio if all_visible else selected.shape[1])
+    if block:
+        for i in range(q.shape[0]):
+            most = max(most, queries[3, i] - queries[2, i])
     columns = np.empty((d, window + most), np.float32)
     probs = np.empty(window + most, np.float32)
     for i in range(q.shape[0]):
         p, slot, start, at = queries[0, i], queries[1, i], queries[2, i], queries[4, i]
         num_keys = 0
-        for s in range(max(0, p - window + 1), p + 1):
+        first = start - window if block else p - window + 1
+        last = queries[3, i] if block else p + 1
+        for s in range(max(0, first), last):
             row = keys[at - (p - s)] if s >= start else ring[slot, s % ring.shape[1]]
             for j in range(d):
                 columns[j, num_keys] = row[j]
@@ -169,6 +189,7 @@ def bind_attend(
             selected is None,
             steps.queries,
             steps.page_table,
+            plan.bidirectional,
             *weights,
             out,
         )
