@@ -37,15 +37,13 @@ def inspect_checkpoint(folder: str | pathlib.Path, config: ModelConfig) -> Inspe
     stored = read_checkpoint_headers(folder)
     problems: list[str] = []
     found = _canonical(stored.tensors, config.num_draft_stages, problems)
-    specs = expected_tensors(config)
-    has_draft = config.num_draft_stages > 0
-    if has_draft and not any(name.startswith("mtp.") for name in found):
-        has_draft = False
-        specs = {name: spec for name, spec in specs.items() if spec.role == "target"}
-        if config.dspark is not None:
-            problems.append(
-                f"the config announces a DSpark draft of {config.num_draft_stages} stages, but there is no mtp.* tensor"
-            )
+    has_draft = config.num_draft_stages > 0 and any(name.startswith("mtp.") for name in found)
+    if config.dspark is not None and not has_draft:
+        problems.append(
+            f"the config announces a DSpark draft of {config.num_draft_stages} stages, but there is no mtp.* tensor"
+        )
+    _refuse_far_smaller(found, config, has_draft)
+    specs = expected_tensors(config, with_draft=has_draft)
     encodings: dict[str, Encoding] = {}
     claimed = config.quantization.block_shape if config.quantization is not None else None
     missing = []
@@ -68,6 +66,28 @@ def inspect_checkpoint(folder: str | pathlib.Path, config: ModelConfig) -> Inspe
         problems.insert(0, f"{len(missing)} tensors are missing and {len(found)} are unused")
     specs = {name: spec for name, spec in specs.items() if name in encodings}
     return Inspection(stored.files, specs, encodings, has_draft, tuple(problems))
+
+
+def _refuse_far_smaller(found: dict[str, tuple[str, StoredTensor]], config: ModelConfig, has_draft: bool) -> None:
+    """Refuse a config that asks for over twice as many tensors as there are, before listing all that it asks for."""
+    blocks = [(f"layers.{layer}", config.num_experts) for layer in range(config.num_layers)]
+    if has_draft:
+        num_experts = config.num_experts if config.dspark is None else config.dspark.num_routed_experts
+        blocks += [(f"mtp.{stage}", num_experts) for stage in range(config.num_draft_stages)]
+    wanted = 3 * sum(num_experts for _, num_experts in blocks)
+    if 2 * len(found) >= wanted:
+        return
+    names = (
+        f"{block}.ffn.experts.{expert}.{matrix}.weight"
+        for block, num_experts in blocks
+        for expert in range(num_experts)
+        for matrix in ("w1", "w2", "w3")
+    )
+    first = next(name for name in names if name not in found)
+    raise CheckpointError(
+        f"{first} is missing; the experts of {len(blocks)} layers and draft stages alone are {wanted} tensors, but the "
+        f"files hold {len(found)}"
+    )
 
 
 def _canonical(

@@ -25,8 +25,11 @@ class TensorSpec(NamedTuple):
     copy_of: str | None = None
 
 
-def expected_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
-    """Canonical name -> what it must be, for the target and, if the config announces one, its draft."""
+def expected_tensors(config: ModelConfig, *, with_draft: bool = True) -> dict[str, TensorSpec]:
+    """Canonical name -> what it must be, for the target and, if the config announces one, its draft.
+
+    ``with_draft=False`` leaves the draft out.
+    """
     hidden, vocab = config.hidden_size, config.vocab_size
     specs = {
         "embed.weight": TensorSpec((vocab, hidden), "target", "plain"),
@@ -43,7 +46,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
             hashed=config.hash_layers[layer],
             num_experts=config.num_experts,
         )
-    for stage in range(config.num_draft_stages):
+    for stage in range(config.num_draft_stages if with_draft else 0):
         specs |= _draft_stage(config, stage)
     return specs
 
