@@ -73,7 +73,7 @@ def _reductions(rank, world):
     sizes = UNEVEN[:world]
     ops = {"sum": lambda t: t.sum(0), "max": lambda t: t.amax(0), "min": lambda t: t.amin(0)}
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32):
-        for reduce, reference in ops.items():
+        for reduce, reference in list(ops.items())[: 3 if dtype == torch.float32 else 1 + (world < 8)]:
 
             def expected(*shape, dtype=dtype, reference=reference):
                 return reference(torch.stack([data(r, *shape, dtype=dtype) for r in range(world)])).to(dtype)
@@ -161,6 +161,23 @@ def _many_in_flight(rank, world):
 
 def test_many_in_flight_and_waited_for_in_another_order(run_ranks):
     assert all(run_ranks(_many_in_flight, 4))
+
+
+def _rounded_pairs(rank, world):
+    group = Groups.build(Topology.make(world), rank).world
+    inputs = [torch.randn(5000, generator=torch.Generator().manual_seed(r)) for r in range(world)]
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        pair = [x.to(dtype) for x in inputs]
+        same(collectives.all_reduce(pair[rank].clone(), group), (pair[0].double() + pair[1].double()).to(dtype))
+        same(
+            collectives.reduce_scatter(torch.cat([pair[rank]] * 2), group),
+            (pair[0].double() + pair[1].double()).to(dtype),
+        )
+    return True
+
+
+def test_the_sum_of_two_is_the_correctly_rounded_one(run_ranks):
+    assert all(run_ranks(_rounded_pairs, 2))
 
 
 def _order_of_sums(rank, world):
