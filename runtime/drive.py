@@ -115,6 +115,7 @@ class Collector:
             error=event.error,
             time_to_first_token=None if state.first is None else state.first - state.start,
             time_total=now - state.start,
+            spec=event.spec,
         )
 
 

@@ -37,6 +37,10 @@ class EngineConfig:
     draft: str = "auto"
     gamma: int | None = None
     verify: str = "static"
+    sps_table: str | None = None
+    sts: str | None = None
+    confidence_threshold: float | None = None
+    block_verify: bool = False
     overlap: str = "none"
     dispatcher: str = "standard"
     dispatch_backend: str = "auto"
@@ -57,7 +61,7 @@ class EngineConfig:
             ("chunk_size", 1, MAX_CHUNK_SIZE),
             ("max_running", 1, MAX_RUNNING),
             ("max_context", 2, None),
-            ("gamma", 0, None),
+            ("gamma", 1, None),
             ("seed", 0, (1 << 63) - 1),
         ):
             value = getattr(self, name)
@@ -81,9 +85,6 @@ def check_supported(config: EngineConfig, topology: Topology) -> None:
         if size > 1:
             raise ValueError(f"{flag} {size} is not available yet in this version; use {flag} 1")
     for name, built in (
-        ("draft", ("auto", "none")),
-        ("gamma", (None, 0)),
-        ("verify", ("static",)),
         ("overlap", ("none",)),
         ("dispatcher", ("standard",)),
         ("dispatch_backend", ("auto", "torch")),
@@ -95,13 +96,16 @@ def check_supported(config: EngineConfig, topology: Topology) -> None:
             raise ValueError(f"{shown} is not available yet in this version; leave it out")
 
 
-def resolve(config: EngineConfig, *, model_dir: str, device_type: str, max_positions: int) -> EngineConfig:
+def resolve(
+    config: EngineConfig, *, model_dir: str, device_type: str, max_positions: int, own_draft: str
+) -> EngineConfig:
     """A new config with every "auto" decided: the folder, "cpu" or "cuda", the dtype, the context limit, the draft.
 
     Args:
         model_dir: the checkpoint folder in use.
         device_type: ``"cpu"`` or ``"cuda"``, as the launcher chose.
         max_positions: the longest context the model was made for, in tokens.
+        own_draft: the draft that the checkpoint brings, ``"none"`` if it has none.
 
     Raises ``ValueError`` for options out of range, or a ``max_context`` above ``max_positions``.
     """
@@ -118,7 +122,7 @@ def resolve(config: EngineConfig, *, model_dir: str, device_type: str, max_posit
         device=device_type,
         dtype=default_dtype if config.dtype == "auto" else config.dtype,
         max_context=max_positions if config.max_context is None else config.max_context,
-        draft="none" if config.draft == "auto" else config.draft,
+        draft=own_draft if config.draft == "auto" else config.draft,
         dispatch_backend="torch" if config.dispatch_backend == "auto" else config.dispatch_backend,
     )
 

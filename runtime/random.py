@@ -48,7 +48,9 @@ def philox4x32(counter: NDArray[np.uint32], key: NDArray[np.uint32]) -> NDArray[
     return out
 
 
-def uniforms(seeds: ArrayLike, request_keys: ArrayLike, positions: ArrayLike, purpose: Purpose) -> NDArray[np.float64]:
+def uniforms(
+    seeds: ArrayLike, request_keys: ArrayLike, positions: ArrayLike, purpose: Purpose, places: ArrayLike = 0
+) -> NDArray[np.float64]:
     """N independent numbers in [0, 1), float64 with 53 random bits.
 
     Args:
@@ -56,14 +58,15 @@ def uniforms(seeds: ArrayLike, request_keys: ArrayLike, positions: ArrayLike, pu
         request_keys: [N] 64-bit keys of the requests (``request.random_key``).
         positions: [N] absolute positions of the tokens that are decided, below 2^32.
         purpose: the stream.
+        places: [N] place in a block that starts at the position, below 2^24; 0 for a single token.
 
-    The counter is (position, purpose, low and high word of the request key).
+    The counter is (position, purpose and place, low and high word of the request key).
     """
     seed, request = np.asarray(seeds, dtype=np.uint64), np.asarray(request_keys, dtype=np.uint64)
     position = np.asarray(positions, dtype=np.uint64)
     assert position.ndim == 1 and not (position >> _SHIFT).any(), "positions are [N] and below 2^32"
     counter = np.empty((4, position.size), dtype=np.uint32)
-    counter[0], counter[1] = position, int(purpose)
+    counter[0], counter[1] = position, int(purpose) + (np.asarray(places, dtype=np.uint32) << np.uint32(8))
     counter[2], counter[3] = request & _LOW, request >> _SHIFT
     key = np.empty((2, position.size), dtype=np.uint32)
     key[0], key[1] = seed & _LOW, seed >> _SHIFT

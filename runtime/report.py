@@ -11,7 +11,7 @@ from .request import RequestOutput, TokenLogprob
 
 
 def output_to_json(output: RequestOutput) -> dict[str, Any]:
-    """One result as a JSON object: ``id, prompt_tokens, token_ids, text, finish_reason, logprobs?, error?``."""
+    """One result as a JSON object: ``id, prompt_tokens, token_ids, text, finish_reason, logprobs?, spec?, error?``."""
     result: dict[str, Any] = {
         "id": output.request_id,
         "prompt_tokens": len(output.prompt_ids),
@@ -21,6 +21,8 @@ def output_to_json(output: RequestOutput) -> dict[str, Any]:
     }
     if output.logprobs:
         result["logprobs"] = [_logprob_to_json(entry) for entry in output.logprobs]
+    if output.spec is not None:
+        result["spec"] = output.spec
     if output.error is not None:
         result["error"] = output.error
     return result

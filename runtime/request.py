@@ -34,8 +34,8 @@ class SamplingParams:
 
     ``seed=None`` takes the engine's seed and the request id, so equal prompts differ; with a seed of its own a
     request repeats whatever else runs. ``logprobs=N`` reports each token's log-probability and the N most likely
-    alternatives, of the model's own law (before temperature and filters). ``stop`` strings (one, or several) are cut from
-    the text.
+    alternatives, of the model's own law (before temperature and filters). ``stop`` strings, one or several, are cut
+    from the text.
     """
 
     max_new_tokens: int = 64
@@ -132,6 +132,7 @@ class TokenEvent:
 
     The engine fills ``token_ids``, ``logprobs`` (one entry a token, or empty when not asked for) and, with the last
     event of a request, ``finish_reason``; the text layer adds ``text``, the characters now certain to be shown.
+    ``spec`` comes with the last event of a request that was drafted for: see ``spec.stats.SpecStats.fields``.
     """
 
     request_id: str
@@ -140,6 +141,7 @@ class TokenEvent:
     finish_reason: FinishReason | None = None
     error: str | None = None
     text: str = ""
+    spec: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,7 @@ class RequestOutput:
     error: str | None = None
     time_to_first_token: float | None = None
     time_total: float | None = None
+    spec: dict[str, Any] | None = None
 
 
 def validate_request(request: Request, vocab_size: int, max_context: int) -> None:

@@ -130,8 +130,8 @@ def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, point, right=True)[:, 0]
 
 
-def choose(logits: Tensor, rows: SamplingRows, uniforms: Tensor | None = None) -> Tensor:
-    """The tokens of N rows: ``logits`` [N, V], ``uniforms`` [N] float64 (``None`` only if all are greedy) -> [N] int64.
+def greedy_ids(logits: Tensor) -> Tensor:
+    """The highest logit of each row, the lowest id on a tie: ``logits`` [N, V] -> [N] int64.
 
     Raises ``FloatingPointError`` if a row holds NaN or its highest logit is infinite: there is no law to draw from.
     """
@@ -139,10 +139,7 @@ def choose(logits: Tensor, rows: SamplingRows, uniforms: Tensor | None = None) -
     if not math.isfinite(highest.sum().item()) and not bool(highest.isfinite().all()):
         row = int((~highest.isfinite()).nonzero()[0, 0])
         raise FloatingPointError(f"the highest logit of row {row} of {logits.shape[0]} is {float(highest[row])}")
-    if rows.all_greedy:
-        return ids
-    assert uniforms is not None, "sampled rows need uniforms"
-    return draw(target_probs(logits, rows), uniforms)
+    return ids
 
 
 def log_probs(logits: Tensor, token_ids: Tensor, num_top: Sequence[int | None]) -> list[TokenLogprob | None]:

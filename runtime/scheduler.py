@@ -14,25 +14,31 @@ from .cache import Cache
 from .sequence import NO_SLOT, RequestState
 
 
-class Work(NamedTuple):
-    """``num_tokens`` uncached tokens of a request; ``decides``: its next token can be chosen afterwards."""
+class Chunk(NamedTuple):
+    """``num_tokens`` uncached prompt tokens of a request; ``completes``: its next token can be chosen afterwards."""
 
     state: RequestState
     num_tokens: int
-    decides: bool
+    completes: bool
+
+
+class StepPlan(NamedTuple):
+    """``decoding``: requests whose last token is the only one the cache lacks; ``chunks``: prefill."""
+
+    decoding: list[RequestState]
+    chunks: list[Chunk]
 
 
 class Scheduler:
     """Keeps the waiting and the running requests of one engine.
 
-    ``chunk_size``: prefill tokens a step may hold, less the decoding requests in it. ``extra_rows``: cache rows beyond
-    its worst case that a request may write while a block is verified.
+    ``chunk_size``: prefill tokens a step may hold, less the decoding requests in it.
     """
 
-    def __init__(self, cache: Cache, chunk_size: int, extra_rows: int = 0) -> None:
-        self._cache, self._chunk_size, self._extra_rows = cache, chunk_size, extra_rows
+    def __init__(self, cache: Cache, chunk_size: int) -> None:
+        self._cache, self._chunk_size = cache, chunk_size
         self._waiting: deque[RequestState] = deque()
-        self.running: list[RequestState] = []
+        self._running: list[RequestState] = []
 
     def add(self, state: RequestState) -> None:
         """Queue a request."""
@@ -41,30 +47,28 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
-        return bool(self._waiting or self.running)
+        return bool(self._waiting or self._running)
 
-    def plan(self) -> list[Work]:
+    def plan(self) -> StepPlan:
         """Admit what fits and lay out the next step; empty only if nothing is running."""
         while self._waiting and self._admit(self._waiting[0]):
-            self.running.append(self._waiting.popleft())
-        num_decoding = sum(state.num_waiting == 1 for state in self.running)
-        budget = max(self._chunk_size - num_decoding, 1)
-        works = []
-        for state in self.running:
-            if state.num_waiting == 1:
-                works.append(Work(state, 1, True))
-            elif budget:
+            self._running.append(self._waiting.popleft())
+        decoding = [state for state in self._running if state.num_waiting == 1]
+        budget = max(self._chunk_size - len(decoding), 1)
+        chunks = []
+        for state in self._running:
+            if state.num_waiting > 1 and budget:
                 num_tokens = min(state.num_waiting, budget)
                 budget -= num_tokens
-                works.append(Work(state, num_tokens, num_tokens == state.num_waiting))
-        return works
+                chunks.append(Chunk(state, num_tokens, num_tokens == state.num_waiting))
+        return StepPlan(decoding, chunks)
 
     def finish(self, state: RequestState) -> None:
         """Forget a request, wherever it is, and free what it holds."""
         if state.slot == NO_SLOT:
             self._waiting.remove(state)
         else:
-            self.running.remove(state)
+            self._running.remove(state)
             self._cache.release(state.slot)
             state.slot = NO_SLOT
 
@@ -72,7 +76,7 @@ class Scheduler:
         if not self._cache.num_free_slots:
             return False
         slot = self._cache.acquire()
-        if not self._cache.reserve(slot, state.worst_case + self._extra_rows):
+        if not self._cache.reserve(slot, state.worst_case):
             self._cache.release(slot)
             return False
         state.slot = slot

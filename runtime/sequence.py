@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .request import Request, random_key, stop_ids, token_budget
+from .spec.stats import SpecStats
 
 NO_SLOT = -1
 
@@ -14,7 +15,8 @@ class RequestState:
     """The state of one request, the same on every rank.
 
     ``tokens``: prompt and emitted tokens. ``num_cached``: how many of them the cache holds; the cache is rewound by
-    setting it. ``budget``: new tokens the request may get. ``slot``: its cache slot while it runs.
+    setting it. ``budget``: new tokens the request may get. ``slot``: its cache slot while it runs. ``gamma``: drafts a
+    block; ``spec`` counts what became of them.
     """
 
     request: Request
@@ -25,13 +27,18 @@ class RequestState:
     tokens: list[int]
     num_cached: int = 0
     slot: int = NO_SLOT
+    gamma: int = 0
     num_prompt: int = field(init=False)
+    spec: SpecStats = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
+        self.spec = SpecStats(self.gamma)
 
     @classmethod
-    def start(cls, request: Request, max_context: int, eos_token_ids: tuple[int, ...], seed: int) -> RequestState:
+    def start(
+        cls, request: Request, max_context: int, eos_token_ids: tuple[int, ...], seed: int, gamma: int
+    ) -> RequestState:
         """The state of a valid ``request`` that has not run yet; ``seed`` is the engine's."""
         own_seed, key = random_key(request, seed)
         return cls(
@@ -41,6 +48,7 @@ class RequestState:
             seed=own_seed,
             key=key,
             tokens=list(request.prompt_ids),
+            gamma=gamma,
         )
 
     @property

@@ -63,6 +63,7 @@ class Session:
             model_dir=str(folder),
             device_type=process.device.type,
             max_positions=model.max_position_embeddings,
+            own_draft="none" if model.dspark is None else "dspark",
         )
         is_first = process.rank == 0
         tokenizer = Tokenizer.load(folder, model.bos_token_id) if (folder / "tokenizer.json").is_file() else None

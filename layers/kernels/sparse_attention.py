@@ -89,8 +89,8 @@ def attend(
 ) -> torch.Tensor:
     """Attention of ``q`` [T, H, d] over sliding keys and compressed entries, [T, H, d].
 
-    One key head, which is also the value: ``keys`` [K, d] are the step's own, the cache holds earlier ones. A query at p
-    sees positions p - window + 1 .. p (or its whole block, see ``AttentionPlan.bidirectional``), and with ``ratio`` > 0
+    One key head, which is also the value: ``keys`` [K, d] are the step's own, the cache holds earlier ones. A query at
+    position p sees p - window + 1 .. p (or its whole block, see ``AttentionPlan.bidirectional``), and with ``ratio`` > 0
     the entries in ``selected`` [T, k] (-1 is none), or all entries t < (p + 1) // ratio if ``selected`` is None. Each
     head's ``sinks`` [H] is one more logit without a value. The keys' rotation is undone on the output at the query's
     position.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -25,6 +25,8 @@ from ...parallel.groups import Groups
 from ..cache import Cache
 from ..model_config import ModelConfig, RopeConfig
 from ..step import Step
+
+T = TypeVar("T")
 
 
 def attention_sizes(config: ModelConfig, layer: int) -> V4AttentionSizes:
@@ -67,12 +69,30 @@ def hyper_sizes(config: ModelConfig) -> HyperSizes:
     return HyperSizes(config.hc_eps, config.rms_norm_eps, config.hc_sinkhorn_iters, config.hc_kind == "mhc")
 
 
+def draft_stage_sizes(config: ModelConfig) -> tuple[V4AttentionSizes, MoESizes, HyperSizes]:
+    """The sizes of one stage of a bundled draft: a sliding layer with a scored router and the draft's own experts."""
+    attention = attention_sizes(config, 0)._replace(kind="sliding", ratio=0)
+    moe = moe_sizes(config, 0)._replace(hashed=False)
+    if config.dspark is not None:
+        moe = moe._replace(num_experts=config.dspark.num_routed_experts, top_k=config.dspark.num_experts_per_tok)
+    return attention, moe, hyper_sizes(config)
+
+
 def rope_table(config: ModelConfig, rope: RopeConfig, num_positions: int, device: torch.device) -> RopeTable:
     """Tables of one kind of layer for ``num_positions`` positions."""
     yarn = rope.yarn and Yarn(
         rope.yarn.factor, rope.yarn.original_max_position, rope.yarn.beta_fast, rope.yarn.beta_slow
     )
     return build_rope_table(config.rope_dim, rope.theta, num_positions, yarn, device)
+
+
+def drain(stages: Generator[None, None, T]) -> T:
+    """Run stages one after the other, without overlap, and return their result."""
+    while True:
+        try:
+            next(stages)
+        except StopIteration as end:
+            return end.value
 
 
 class Block:
@@ -166,9 +186,4 @@ class DeepseekV4:
     @torch.inference_mode()
     def forward(self, step: Step, cache: Cache, probe: Probe = ignore) -> ModelOutput:
         """The forward of ``step`` without overlap. Collective."""
-        stages = self.stages(step, cache, probe)
-        while True:
-            try:
-                next(stages)
-            except StopIteration as end:
-                return end.value
+        return drain(self.stages(step, cache, probe))

@@ -63,8 +63,14 @@ def add_chunk_size(parser: argparse.ArgumentParser) -> None:
 def _add_speculation_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("speculation")
     group.add_argument("--draft", default=_DEFAULT.draft, metavar="NAME", help="auto (the checkpoint's own) or none")
-    group.add_argument("--gamma", type=int, metavar="N", help="drafted tokens a round")
+    group.add_argument("--gamma", type=int, metavar="N", help="drafted tokens a round (default: as trained)")
     group.add_argument("--verify", choices=VERIFY_MODES, default=_DEFAULT.verify, help="how many drafts are verified")
+    group.add_argument("--sps-table", metavar="FILE", help="measured steps per second, for --verify sync and async")
+    group.add_argument("--sts", metavar="FILE", help="temperatures that calibrate the draft's confidences")
+    group.add_argument(
+        "--confidence-threshold", type=float, metavar="X", help="verify drafts before the first less confident (static)"
+    )
+    group.add_argument("--block-verify", action="store_true", help="judge a block jointly instead of token by token")
 
 
 def open_session(args: argparse.Namespace, **overrides: object) -> Session:

@@ -9,7 +9,7 @@ import scipy.stats
 import torch
 from dspark.runtime.random import Purpose, uniforms
 from dspark.runtime.request import SamplingParams
-from dspark.runtime.sampling import SamplingRows, choose, draw, log_probs, target_probs
+from dspark.runtime.sampling import SamplingRows, draw, greedy_ids, log_probs, target_probs
 from safetensors.torch import load_file
 
 DATA = pathlib.Path(__file__).resolve().parent.parent / "data" / "sampling"
@@ -95,7 +95,7 @@ def test_greedy_takes_the_lowest_id_of_a_tie_and_ignores_padding():
     logits[1, 77] = -1e30
     for params in (SamplingParams(), SamplingParams(temperature=1e-6)):
         rows = SamplingRows.of([SamplingParams(), params])
-        assert choose(logits, rows, torch.tensor([0.5, 0.999999], dtype=torch.float64)).tolist() == [9, 77]
+        assert draw(target_probs(logits, rows), torch.tensor([0.5, 0.999999], dtype=torch.float64)).tolist() == [9, 77]
 
 
 def test_draw_is_the_inverse_of_the_cumulative_law():
@@ -117,7 +117,7 @@ def test_sampled_tokens_follow_the_law():
     logits = torch.randn(1, 30, generator=torch.Generator().manual_seed(1)) * 2
     points = torch.from_numpy(uniforms(np.full(count, 3), np.full(count, 5), np.arange(count), Purpose.TARGET))
     rows = SamplingRows.of([params] * count)
-    drawn = choose(logits.expand(count, -1).contiguous(), rows, points)
+    drawn = draw(target_probs(logits.expand(count, -1).contiguous(), rows), points)
     law = np.array(loop_law(logits[0].tolist(), params))
     counts = np.bincount(drawn.numpy(), minlength=30)
     assert counts[law == 0].sum() == 0
@@ -129,7 +129,7 @@ def test_logits_without_a_law_are_refused(bad):
     logits = torch.zeros(3, 8)
     logits[1] = bad
     with pytest.raises(FloatingPointError, match="row 1 of 3"):
-        choose(logits, SamplingRows.of([SamplingParams()] * 3))
+        greedy_ids(logits)
 
 
 def test_log_probabilities_are_of_the_unfiltered_law():

@@ -1,0 +1,149 @@
+"""What only the deciding rank does: draw drafts, choose how many are verified, judge them, and end requests.
+
+Every random number is keyed by (seed, request, position of the anchor, purpose, place in the block), so blocks that
+overlap in position never share one: a rejected draft's number is not used again for the next block's draft of that
+position. The confidences of earlier steps, which may set a budget, therefore say nothing about the numbers of this one.
+
+Legend: R requests that get tokens, γ drafts a block, T packed rows, V vocabulary. Arrays are numpy on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from ..layers.draft_heads import DraftBlock, Pick
+from .random import Purpose, uniforms
+from .request import TokenLogprob
+from .sampling import SamplingRows, greedy_ids, log_probs, target_probs
+from .sequence import RequestState
+from .spec.block_verify import verify_blocks
+from .spec.confidence import conditional
+from .spec.picks import SampledPick, greedy_pick
+from .spec.rows import PackedRows
+from .spec.schedule import VerifyPolicy
+from .spec.verdict import Verdict, cut
+from .spec.verify import verify_greedy, verify_tokens
+
+
+class StopStrings(Protocol):
+    """Tells where emitted tokens complete a stop string."""
+
+    def push(self, request_id: str, token_ids: Sequence[int]) -> int | None:
+        """How many of ``token_ids`` are kept because the last of those completed a stop string, or None."""
+        ...
+
+
+class Drafted(NamedTuple):
+    """The drafts of a step: ``drafts`` [R, γ], ``lens`` [R] how many are verified, ``probs`` [R, γ, V] float64 the laws
+    they were drawn from, or None where all are greedy."""
+
+    drafts: np.ndarray
+    lens: np.ndarray
+    probs: np.ndarray | None
+
+    @classmethod
+    def nothing(cls, num_requests: int, gamma: int) -> Drafted:
+        """For requests that have no drafts in this step."""
+        return cls(np.zeros((num_requests, gamma), np.int64), np.zeros(num_requests, np.int64), None)
+
+    def followed_by(self, num_requests: int) -> Drafted:
+        """These drafts, then ``num_requests`` requests without drafts."""
+        if num_requests == 0:
+            return self
+        more = Drafted.nothing(num_requests, self.drafts.shape[1])
+        probs = self.probs
+        if probs is not None:
+            probs = np.concatenate([probs, np.zeros((num_requests, *probs.shape[1:]))])
+        return Drafted(np.concatenate([self.drafts, more.drafts]), np.concatenate([self.lens, more.lens]), probs)
+
+
+class Decider:
+    """Decides for all ranks. ``temperatures`` [γ] calibrate confidences; ``joint`` judges blocks jointly."""
+
+    def __init__(
+        self,
+        gamma: int,
+        policy: VerifyPolicy,
+        text: StopStrings | None = None,
+        temperatures: np.ndarray | None = None,
+        joint: bool = False,
+    ) -> None:
+        self._gamma, self._policy, self._text, self._temperatures = gamma, policy, text, temperatures
+        self._verify = verify_blocks if joint else verify_tokens
+
+    def pick(self, states: Sequence[RequestState]) -> Pick:
+        """How drafts are chosen: by the requests' own temperature and filters."""
+        if all(state.request.params.greedy for state in states):
+            return greedy_pick
+        rows = SamplingRows.of([state.request.params for state in states])
+        return SampledPick(rows, torch.from_numpy(_block_uniforms(states, self._gamma, Purpose.DRAFT)))
+
+    def schedule(
+        self, states: Sequence[RequestState], block: DraftBlock, max_lens: np.ndarray, other_rows: int
+    ) -> Drafted:
+        """How many of each request's drafts are verified, at most ``max_lens`` [R]."""
+        logits = block.confidence_logits
+        c = None if logits is None else conditional(logits.float().cpu().numpy(), self._temperatures)
+        plan = self._policy.plan([state.request.request_id for state in states], c, max_lens, other_rows)
+        probs = None if block.probs is None else block.probs.cpu().numpy()
+        return Drafted(block.tokens.cpu().numpy(), plan.lens, probs)
+
+    def judge(
+        self, states: Sequence[RequestState], logits: torch.Tensor, drafted: Drafted
+    ) -> tuple[Verdict, list[tuple[TokenLogprob, ...]]]:
+        """The verdict on a step from the target's ``logits`` [T, V], and the log-probabilities that were asked for.
+
+        Raises ``FloatingPointError`` if a row has no law to choose from.
+        """
+        rows = PackedRows.from_lens(drafted.lens, self._gamma)
+        params = [state.request.params for state in states]
+        ids = greedy_ids(logits)
+        if all(p.greedy for p in params):
+            verdict = verify_greedy(rows, ids.cpu().numpy(), drafted.drafts)
+        else:
+            sampling = SamplingRows.of([params[r] for r in rows.request.tolist()], logits.device)
+            probs = target_probs(logits, sampling).cpu().numpy()
+            coins = _block_uniforms(states, self._gamma, Purpose.ACCEPT)
+            final = _block_uniforms(states, 1, Purpose.TARGET)[:, 0]
+            verdict = self._verify(rows, probs, drafted.drafts, coins, final, drafted.probs)
+        verdict = self._cut(states, verdict)
+        return verdict, self._logprobs(states, rows, logits, verdict)
+
+    def _cut(self, states: Sequence[RequestState], verdict: Verdict) -> Verdict:
+        remaining, stops = [state.num_left for state in states], [state.stops for state in states]
+        ended = cut(verdict, remaining, stops)
+        if self._text is None:
+            return ended
+        places = []
+        for state, tokens in zip(states, ended.token_lists()):
+            kept = self._text.push(state.request.request_id, tokens)
+            places.append(None if kept is None else kept - 1)
+        return ended if all(place is None for place in places) else cut(verdict, remaining, stops, places)
+
+    def _logprobs(
+        self, states: Sequence[RequestState], rows: PackedRows, logits: torch.Tensor, verdict: Verdict
+    ) -> list[tuple[TokenLogprob, ...]]:
+        asked = [state.request.params.logprobs for state in states]
+        if all(count is None for count in asked):
+            return [()] * len(states)
+        emitted = verdict.emitted.tolist()
+        at = torch.from_numpy(rows.emitted_rows(verdict.emitted)).to(logits.device)
+        tokens = torch.tensor([t for block in verdict.token_lists() for t in block], device=logits.device)
+        num_top = [count for count, times in zip(asked, emitted) for _ in range(times)]
+        found = iter(log_probs(logits[at], tokens, num_top))
+        return [tuple(one for one in (next(found) for _ in range(times)) if one is not None) for times in emitted]
+
+
+def _block_uniforms(states: Sequence[RequestState], width: int, purpose: Purpose) -> np.ndarray:
+    """Numbers in [0, 1) float64 [R, width] for the block that follows each request's last token."""
+    places = np.tile(np.arange(width), len(states))
+    columns = [np.repeat(np.array(values, np.uint64), width) for values in _keys(states)]
+    return uniforms(*columns, purpose, places).reshape(len(states), width)
+
+
+def _keys(states: Sequence[RequestState]) -> tuple[list[int], list[int], list[int]]:
+    return [s.seed for s in states], [s.key for s in states], [len(s.tokens) for s in states]

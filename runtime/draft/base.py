@@ -1,0 +1,78 @@
+"""The draft seam: what the engine needs of a draft.
+
+Legend: R requests, γ drafts a block, T rows of a target step, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+from ...layers.attention.plan import AttentionPlan
+from ...layers.draft_heads import DraftBlock, Pick
+from ...layers.kernels import Kernels
+from ...layers.params import ParamSource
+from ...parallel.groups import Groups
+from ..model_config import ModelConfig
+from ..models.deepseek_v4 import DeepseekV4
+
+
+class DraftRequests(NamedTuple):
+    """The requests to draft for: their cache ``slots``, the positions ``starts`` of their anchors, and the ``anchors``
+    themselves (the last token of each, which the target has not seen yet). One entry a request, known on every rank."""
+
+    slots: list[int]
+    starts: list[int]
+    anchors: list[int]
+
+
+class DraftRoom(NamedTuple):
+    """How much a draft must be able to hold: requests, tokens of one request, and rows of the widest verify step."""
+
+    num_slots: int
+    max_context: int
+    max_verify: int
+
+
+class Drafter(Protocol):
+    """Proposes tokens and learns from what the target computed.
+
+    State is a function of (slot, position), as in the target's cache: whatever was rejected is overwritten before it is
+    read, so nothing has to be undone. Every call is made on every rank of the draft's groups, in the same order.
+    """
+
+    gamma: int
+    """Tokens of a block; 0 for a draft that proposes nothing."""
+
+    @classmethod
+    def tap_layers(cls, config: ModelConfig) -> tuple[int, ...]:
+        """The target layers whose output this draft reads; ``ValueError`` if the checkpoint has no such draft."""
+        ...
+
+    @classmethod
+    def max_gamma(cls, config: ModelConfig) -> int:
+        """The longest block this draft can propose: the one it was trained with."""
+        ...
+
+    @classmethod
+    def load(
+        cls,
+        config: ModelConfig,
+        source: ParamSource,
+        target: DeepseekV4,
+        groups: Groups,
+        kernels: Kernels,
+        room: DraftRoom,
+        gamma: int | None,
+    ) -> Drafter:
+        """Build the draft. ``gamma`` None is the trained block size; ``ValueError`` if it is larger than that."""
+        ...
+
+    def observe(self, taps: torch.Tensor | None, plan: AttentionPlan) -> None:
+        """Take in a target step's ``taps`` [T, ...], rows as in ``plan``; rejected rows do no harm. Collective."""
+        ...
+
+    def propose(self, requests: DraftRequests, pick: Pick | None) -> DraftBlock | None:
+        """Draft a block for each request. Collective; ``pick`` is None on ranks that do not decide, which get None."""
+        ...

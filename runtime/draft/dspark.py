@@ -1,0 +1,152 @@
+"""The DSpark draft of a V4 checkpoint: a parallel block through a few stages, then a light sequential head.
+
+Legend: R requests, γ drafts a block, b rows a block was trained with (γ <= b), T rows of a target step, n streams,
+D hidden width, V vocabulary, P position of a request's anchor.
+
+Context: for every position the target has passed, the tapped layers' stream means go through ``main_proj`` and
+``main_norm`` once; each stage keeps its rotated key of that in a ring by position. Block: the anchor and b - 1 masks at
+P .. P + b - 1 run through the stages (V4 layers of the sliding kind), where every row sees the window before P and the
+whole block. The head that turns streams into logits and the embedding are the target's. Then the Markov head draws the
+tokens one after the other, and the confidence head says how likely each is to survive.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ...layers.attention.plan import AttentionPlan, build_plan
+from ...layers.draft_heads import (
+    DraftBlock,
+    Pick,
+    draw_block,
+    load_confidence_head,
+    load_markov_head,
+)
+from ...layers.hyper_connection import HyperHead
+from ...layers.kernels import Kernels
+from ...layers.linear import MergedLinear, Part
+from ...layers.norm import RMSNorm
+from ...layers.params import ParamSource, Scope
+from ...layers.probe import ignore
+from ...parallel.groups import Groups
+from ..cache import Cache, CacheLayout
+from ..model_config import DSparkConfig, ModelConfig
+from ..models.deepseek_v4 import Block, DeepseekV4, draft_stage_sizes, drain, hyper_sizes, rope_table
+from .base import DraftRequests, DraftRoom
+
+
+class DSparkDrafter:
+    """See :class:`.base.Drafter`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        draft: DSparkConfig,
+        source: ParamSource,
+        target: DeepseekV4,
+        groups: Groups,
+        kernels: Kernels,
+        room: DraftRoom,
+        gamma: int,
+    ) -> None:
+        self.gamma = gamma
+        self._target, self._draft, self._num_streams = target, draft, config.hc_mult
+        device, dtype = target.embed.weight.device, target.embed.weight.dtype
+        rope = rope_table(config, config.main_rope, room.max_context + draft.block_size, device)
+        stages = [Scope(source).scope(f"mtp.{stage}") for stage in range(config.num_draft_stages)]
+        sizes = [draft_stage_sizes(config) for _ in stages]
+        blocks = enumerate(zip(stages, sizes))
+        self._blocks = [Block(scope, *size, rope, groups, kernels, stage) for stage, (scope, size) in blocks]
+        layout = CacheLayout(tuple(attention for attention, _, _ in sizes), room.max_verify, dtype.itemsize)
+        self._cache = Cache(layout, room.num_slots, 0, 0, device, dtype)
+        self._main_proj = MergedLinear(stages[0], [Part("main_proj.weight", 0, config.hidden_size)], kernels)
+        self._main_norm = RMSNorm(stages[0], "main_norm", config.rms_norm_eps, kernels)
+        self._context = [MergedLinear(s, [Part("attn.wkv.weight", 0, config.head_dim)], kernels) for s in stages]
+        self._keys = [
+            kernels.bind(
+                "key_norm_rope",
+                weight=scope.take("attn.kv_norm.weight", dtype=torch.float32),
+                rope=rope,
+                eps=config.rms_norm_eps,
+            )
+            for scope in stages
+        ]
+        self._store = kernels.bind("store_rows")
+        last = stages[-1]
+        self._hyper_head = HyperHead(last, "hc_head", hyper_sizes(config), kernels)
+        self._norm = RMSNorm(last, "norm", config.rms_norm_eps, kernels)
+        self._markov = (
+            load_markov_head(draft.markov_head_type, last.scope("markov_head")) if draft.markov_rank else None
+        )
+        has_confidence = draft.enable_confidence_head
+        self._confidence = (
+            load_confidence_head(last.scope("confidence_head"), has_bias=False) if has_confidence else None
+        )
+
+    @classmethod
+    def tap_layers(cls, config: ModelConfig) -> tuple[int, ...]:
+        """See :meth:`.base.Drafter.tap_layers`."""
+        if config.dspark is None:
+            raise ValueError("the checkpoint has no DSpark draft (no dspark_* keys in config.json)")
+        return config.dspark.target_layer_ids
+
+    @classmethod
+    def max_gamma(cls, config: ModelConfig) -> int:
+        """See :meth:`.base.Drafter.max_gamma`."""
+        return config.dspark.block_size
+
+    @classmethod
+    def load(
+        cls,
+        config: ModelConfig,
+        source: ParamSource,
+        target: DeepseekV4,
+        groups: Groups,
+        kernels: Kernels,
+        room: DraftRoom,
+        gamma: int | None,
+    ) -> DSparkDrafter:
+        """See :meth:`.base.Drafter.load`."""
+        trained = cls.max_gamma(config)
+        if gamma is not None and not 1 <= gamma <= trained:
+            raise ValueError(f"--gamma is {gamma}, but the draft was trained for blocks of 1 to {trained} tokens")
+        return cls(config, config.dspark, source, target, groups, kernels, room, trained if gamma is None else gamma)
+
+    def observe(self, taps: torch.Tensor | None, plan: AttentionPlan) -> None:
+        """See :meth:`.base.Drafter.observe`."""
+        context = self._main_norm(self._main_proj(taps))
+        for project, key, cache in zip(self._context, self._keys, self._cache.layers):
+            self._store(key(project(context), plan), None, cache, plan)
+
+    def propose(self, requests: DraftRequests, pick: Pick | None) -> DraftBlock | None:
+        """See :meth:`.base.Drafter.propose`."""
+        hidden, base_logits = self.forward(requests)
+        if pick is None:
+            return None
+        anchors = torch.tensor(requests.anchors, device=hidden.device)
+        gamma = self.gamma
+        return draw_block(base_logits[:, :gamma], hidden[:, :gamma], anchors, self._markov, self._confidence, pick)
+
+    @torch.inference_mode()
+    def forward(self, requests: DraftRequests) -> tuple[torch.Tensor, torch.Tensor]:
+        """The block's states before the final norm [R, b, D] and its base logits [R, b, V], row k for draft k + 1."""
+        num_requests, skipped = len(requests.slots), 0 if self._draft.sample_from_anchor else 1
+        width = self._draft.block_size + skipped
+        rows = np.empty((5, num_requests * width), np.int64)
+        starts = np.repeat(np.array(requests.starts, np.int64), width)
+        rows[0] = starts + np.tile(np.arange(width), num_requests)
+        rows[1] = np.repeat(np.array(requests.slots, np.int64), width)
+        rows[2], rows[3] = starts, starts + width
+        rows[4] = np.arange(num_requests * width)
+        ids = np.full((num_requests, width), self._draft.noise_token_id, np.int64)
+        ids[:, 0] = requests.anchors
+        plan = build_plan(rows, self._cache.page_table, (), bidirectional=True)
+        tokens = torch.from_numpy(ids.ravel()).to(self._cache.page_table.device)
+        streams = self._target.embed(tokens).unsqueeze(1).repeat(1, self._num_streams, 1)
+        for block, cache in zip(self._blocks, self._cache.layers):
+            streams = drain(block.stages(streams, tokens, cache, plan, ignore))
+        hidden = self._hyper_head(streams)
+        logits = self._target.head(self._norm(hidden))
+        shape = (num_requests, width)
+        return hidden.unflatten(0, shape)[:, skipped:], logits.unflatten(0, shape)[:, skipped:]

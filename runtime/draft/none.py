@@ -1,0 +1,53 @@
+"""No draft: plain decoding is speculation with blocks of nothing."""
+
+from __future__ import annotations
+
+import torch
+
+from ...layers.attention.plan import AttentionPlan
+from ...layers.draft_heads import DraftBlock, Pick
+from ...layers.kernels import Kernels
+from ...layers.params import ParamSource
+from ...parallel.groups import Groups
+from ..model_config import ModelConfig
+from ..models.deepseek_v4 import DeepseekV4
+from .base import DraftRequests, DraftRoom
+
+
+class NoDraft:
+    """See :class:`.base.Drafter`."""
+
+    gamma = 0
+
+    @classmethod
+    def tap_layers(cls, config: ModelConfig) -> tuple[int, ...]:
+        """None."""
+        return ()
+
+    @classmethod
+    def max_gamma(cls, config: ModelConfig) -> int:
+        """0."""
+        return 0
+
+    @classmethod
+    def load(
+        cls,
+        config: ModelConfig,
+        source: ParamSource,
+        target: DeepseekV4,
+        groups: Groups,
+        kernels: Kernels,
+        room: DraftRoom,
+        gamma: int | None,
+    ) -> NoDraft:
+        """Raises ``ValueError`` when blocks of more than nothing are asked for."""
+        if gamma:
+            raise ValueError(f"--gamma is {gamma}, but there is no draft; choose a draft or leave --gamma out")
+        return cls()
+
+    def observe(self, taps: torch.Tensor | None, plan: AttentionPlan) -> None:
+        """Nothing to learn."""
+
+    def propose(self, requests: DraftRequests, pick: Pick | None) -> DraftBlock | None:
+        """Nothing to propose; the engine does not ask."""
+        return None
