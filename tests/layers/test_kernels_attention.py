@@ -1,0 +1,158 @@
+"""Attention and entry selection, plain and compiled, against dense float64 formulas that know no ring and no page."""
+
+import pytest
+import torch
+from dspark.layers.kernels import sparse_attention
+
+SPANS = {
+    "no rows": (),
+    "first token": ((0, 1),),
+    "one decoding": ((37, 1),),
+    "a prompt": ((0, 30),),
+    "a chunk longer than its ring": ((5, 40),),
+    "a chunk over pages": ((6, 21),),
+    "windows that close": ((3, 1), (7, 1), (15, 1), (11, 2)),
+    "prompt, chunk, decode and verify": ((0, 3), (17, 1), (8, 9), (15, 1), (30, 5)),
+    "a request without rows": ((4, 2), (9, 0), (0, 1)),
+}
+BOUND = 2e-5  # absolute, of values of order one
+
+
+def near(actual, expected, bound=BOUND):
+    torch.testing.assert_close(actual.double(), expected, rtol=bound, atol=bound)
+
+
+def dense_attend(turned, scene, sizes, q, selected, sinks, window, ratio, rope, scale):
+    """Every query by itself: a softmax over the window's keys, the entries it may see, and the sink."""
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    for history, (start, length) in zip(scene.histories, sizes):
+        for i, p in enumerate(range(start, start + length)):
+            row = history.rows.start + i
+            visible = (p + 1) // ratio if ratio else 0
+            picked = range(visible) if selected is None else [t for t in selected[row].tolist() if t >= 0]
+            seen = torch.cat((history.keys[max(0, p - window + 1) : p + 1], history.entries[list(picked)])).double()
+            logits = torch.cat((q[row].double() @ seen.T * scale, sinks.double()[:, None]), dim=1)
+            mixed = logits.softmax(dim=1)[:, :-1] @ seen
+            out[row] = turned(mixed, rope.cos[p], rope.sin[p], -1)
+    return out
+
+
+@pytest.mark.parametrize("window", [1, 5, 12])
+@pytest.mark.parametrize("kind", ["sliding", "all entries", "selected entries"])
+@pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
+def test_attend(twins, scenes, turned, tables, spans, kind, window):
+    made = torch.Generator().manual_seed(window)
+    ratio = 0 if kind == "sliding" else 4
+    # As few ring rows as reading needs: the step itself brings the last key.
+    scene = scenes(seed=window, spans=spans, d=10, ring=max(window - 1, 1), per_page=2)
+    q = torch.randn(scene.keys.shape[0], 3, 10, generator=made)
+    selected = None
+    if kind == "selected entries":
+        visible = (scene.plan.queries.positions + 1) // 4
+        draws = torch.randint(-1, 12, (q.shape[0], 3), generator=made)
+        selected = torch.where(draws < visible[:, None], draws, -1)
+        # The same entry twice would count twice.
+        selected[:, 1] = torch.where(selected[:, 1] == selected[:, 0], -1, selected[:, 1])
+        selected[:, 2] = -1
+    sinks, rope = torch.randn(3, generator=made), tables(4, 64)
+    weights = {"sinks": sinks, "window": window, "ratio": ratio, "rope": rope, "scale": 0.4}
+    expected = dense_attend(turned, scene, spans, q, selected, **weights)
+    for kernels in twins:
+        near(kernels.bind("attend", **weights)(q, scene.keys, scene.cache, selected, scene.plan), expected)
+
+
+@pytest.mark.parametrize("heads,d,rope_dim", [(1, 2, 2), (2, 7, 2), (5, 33, 6)])
+def test_attend_odd_shapes(twins, scenes, turned, tables, heads, d, rope_dim):
+    spans = ((0, 6), (9, 4))
+    scene = scenes(seed=d, spans=spans, d=d, ring=6)
+    q = torch.randn(10, heads, d, generator=torch.Generator().manual_seed(d))
+    weights = {"sinks": torch.zeros(heads), "window": 7, "ratio": 4, "rope": tables(rope_dim, 16), "scale": d**-0.5}
+    expected = dense_attend(turned, scene, spans, q, None, **weights)
+    for kernels in twins:
+        near(kernels.bind("attend", **weights)(q, scene.keys, scene.cache, None, scene.plan), expected)
+
+
+@pytest.mark.parametrize("sink", [-1e4, 0.0, 1e4])
+@pytest.mark.parametrize("size", [1e-4, 30.0, 3e3])
+def test_attend_extreme_logits(twins, scenes, turned, tables, size, sink):
+    spans = ((9, 7), (0, 1))
+    scene = scenes(seed=3, spans=spans, ring=11)
+    q = size * torch.randn(8, 2, 8, generator=torch.Generator().manual_seed(4))
+    weights = {"sinks": torch.full((2,), sink), "window": 12, "ratio": 4, "rope": tables(4, 16), "scale": 1.0}
+    expected = dense_attend(turned, scene, spans, q, None, **weights)
+    for kernels in twins:
+        out = kernels.bind("attend", **weights)(q, scene.keys, scene.cache, None, scene.plan)
+        assert out.isfinite().all()
+        # A logit of size 1e4 is itself known to 1e-3 only; its softmax is as uncertain.
+        near(out, expected, max(BOUND, size * 1e-5))
+
+
+def dense_scores(scene, spans, q, weights, scale):
+    """(row, float64 scores of the visible entries) of every query."""
+    for history, (start, length) in zip(scene.histories, spans):
+        for i, p in enumerate(range(start, start + length)):
+            row = history.rows.start + i
+            entries = history.index_entries[: (p + 1) // 4].double()
+            dots = (q[row].double() @ entries.T).clamp(min=0)
+            yield row, weights[row].double() @ dots * scale
+
+
+def check_selection(chosen, scene, spans, q, weights, top_k, scale):
+    """Exactly the best ``top_k`` visible entries, of equal scores the earlier ones; filled up with -1."""
+    most = (scene.plan.max_position + 1) // 4
+    assert chosen.shape == (q.shape[0], min(top_k, most)) and chosen.dtype == torch.int64
+    for row, scores in dense_scores(scene, spans, q, weights, scale):
+        ranked = sorted(range(len(scores)), key=lambda t: (-scores[t].item(), t))
+        expected = sorted(ranked[:top_k])
+        assert sorted(chosen[row].tolist()) == [-1] * (chosen.shape[1] - len(expected)) + expected, (row, scores)
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 100])
+@pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
+def test_select_entries(twins, scenes, spans, top_k):
+    made = torch.Generator().manual_seed(top_k)
+    scene = scenes(seed=7, spans=spans, d_index=7)
+    q = torch.randn(scene.keys.shape[0], 3, 7, generator=made)
+    weights = torch.randn(q.shape[0], 3, generator=made)
+    for kernels in twins:
+        chosen = kernels.bind("select_entries", ratio=4, top_k=top_k, scale=0.3)(q, weights, scene.cache, scene.plan)
+        check_selection(chosen, scene, spans, q, weights, top_k, 0.3)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 5, 9])
+@pytest.mark.parametrize("values", ["few values", "all zero", "all equal"])
+def test_select_entries_of_equal_scores(twins, scenes, values, top_k):
+    """Small integers make sums exact in any order, so most scores tie, many of them at zero or below."""
+    spans = ((0, 60), (50, 3), (39, 1))
+    scene = scenes(seed=11, spans=spans, d_index=4)
+    made = torch.Generator().manual_seed(top_k)
+    for history in scene.histories:
+        history.index_entries.copy_(torch.randint(-1, 2, history.index_entries.shape, generator=made))
+        if values == "all equal":
+            history.index_entries.fill_(1.0)
+    for history, (start, length) in zip(scene.histories, spans):
+        slot = scene.plan.queries.slots[history.rows.start]
+        for t in range((start + length) // 4):
+            page = scene.plan.page_table[slot, t // 2]
+            scene.cache.index_entries[page, t % 2] = history.index_entries[t]
+    q = torch.randint(-1, 2, (64, 2, 4), generator=made).float()
+    weights = torch.randint(-2, 2, (64, 2), generator=made).float()
+    if values == "all zero":
+        weights.zero_()
+    for kernels in twins:
+        chosen = kernels.bind("select_entries", ratio=4, top_k=top_k, scale=0.5)(q, weights, scene.cache, scene.plan)
+        check_selection(chosen, scene, spans, q, weights, top_k, 0.5)
+
+
+def test_plain_kernels_in_several_blocks(scenes, turned, tables, monkeypatch):
+    """Memory is bounded by cutting the queries; the cut changes nothing."""
+    spans = ((3, 9), (20, 2))
+    scene = scenes(seed=2, spans=spans)
+    q = torch.randn(11, 2, 8, generator=torch.Generator().manual_seed(1))
+    weights = {"sinks": torch.zeros(2), "window": 6, "ratio": 4, "rope": tables(4, 32), "scale": 0.5}
+    index_q, index_weights = q[..., :6].contiguous(), q[..., 0].contiguous()
+    monkeypatch.setattr(sparse_attention, "BLOCK_ELEMENTS", 150)
+    out = sparse_attention.attend(q, scene.keys, scene.cache, None, scene.plan, **weights)
+    near(out, dense_attend(turned, scene, spans, q, None, **weights))
+    chosen = sparse_attention.select_entries(index_q, index_weights, scene.cache, scene.plan, 4, 2, 1.0)
+    check_selection(chosen, scene, spans, index_q, index_weights, 2, 1.0)
