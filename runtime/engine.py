@@ -74,7 +74,7 @@ class Engine:
         model_config = load_model_config(config.model) if model_config is None else model_config
         dtype = getattr(torch, config.dtype)
         source = OnDevice(CheckpointReader(config.model, model_config, dtype, progress=progress), device)
-        kernels, draft = choose(device, dtype), drafter_class(config.draft)
+        kernels, draft = choose(device, dtype, config.deterministic), drafter_class(config.draft)
         taps = draft.tap_layers(model_config)
         model = DeepseekV4(model_config, source, groups, kernels, config.max_context, device, taps)
         max_verify = 1 + (config.gamma or draft.max_gamma(model_config))

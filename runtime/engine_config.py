@@ -88,7 +88,6 @@ def check_supported(config: EngineConfig, topology: Topology) -> None:
         ("overlap", ("none",)),
         ("dispatcher", ("standard",)),
         ("dispatch_backend", ("auto", "torch")),
-        ("deterministic", (False,)),
     ):
         value = getattr(config, name)
         if value not in built:

@@ -62,27 +62,39 @@ COMPILED = {
 }
 
 
-class Kernels:
-    """The implementations of one backend, ``"torch"`` or a key of :data:`COMPILED`."""
+# operations whose compiled form may hand many rows to a library product
+ROW_COUNT_MATTERS = frozenset(("linear", "grouped_linear", "experts_forward"))
 
-    def __init__(self, backend: str) -> None:
+
+class Kernels:
+    """The implementations of one backend, ``"torch"`` or a key of :data:`COMPILED`.
+
+    ``deterministic``: every row is computed by itself, bitwise the same whatever else is in the step. Only compiled
+    backends can promise that; ``ValueError`` otherwise.
+    """
+
+    def __init__(self, backend: str, deterministic: bool = False) -> None:
         if backend != "torch" and backend not in COMPILED:
             raise ValueError(f"unknown kernel backend {backend!r}; there are 'torch' and {sorted(COMPILED)}")
-        self.backend = backend
+        if deterministic and backend == "torch":
+            raise ValueError("--deterministic needs compiled kernels: float32 on the CPU, with the extra dspark[cpu]")
+        self.backend, self._deterministic = backend, deterministic
         self._modules = COMPILED[backend][1] if backend in COMPILED else {}
 
     def bind(self, operation: str, **weights: object) -> Callable[..., object]:
         """``operation`` with its weights fixed: a callable of the activations."""
         if operation in self._modules:
             module = importlib.import_module(f".{self._modules[operation]}", __name__)
+            if self._deterministic and operation in ROW_COUNT_MATTERS:
+                weights["row_by_row"] = True
             return getattr(module, f"bind_{operation}")(**weights)
         module = importlib.import_module(f".{TWINS[operation]}", __name__)
         return functools.partial(getattr(module, operation), **weights)
 
 
-def choose(device: torch.device, dtype: torch.dtype) -> Kernels:
+def choose(device: torch.device, dtype: torch.dtype, deterministic: bool = False) -> Kernels:
     """The kernels for a model on ``device`` that computes in ``dtype``: compiled ones for float32 on the CPU where the
     optional compiler is installed, else plain torch."""
     if device.type == "cpu" and dtype == torch.float32 and importlib.util.find_spec("numba") is not None:
-        return Kernels("numba")
-    return Kernels("torch")
+        return Kernels("numba", deterministic)
+    return Kernels("torch", deterministic)

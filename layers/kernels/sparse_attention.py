@@ -90,10 +90,10 @@ def attend(
     """Attention of ``q`` [T, H, d] over sliding keys and compressed entries, [T, H, d].
 
     One key head, which is also the value: ``keys`` [K, d] are the step's own, the cache holds earlier ones. A query at
-    position p sees p - window + 1 .. p (or its whole block, see ``AttentionPlan.bidirectional``), and with ``ratio`` > 0
-    the entries in ``selected`` [T, k] (-1 is none), or all entries t < (p + 1) // ratio if ``selected`` is None. Each
-    head's ``sinks`` [H] is one more logit without a value. The keys' rotation is undone on the output at the query's
-    position.
+    position p sees p - window + 1 .. p (or its whole block, see ``AttentionPlan.bidirectional``), and with ``ratio``
+    above 0 the entries in ``selected`` [T, k] (-1 is none), or all entries t < (p + 1) // ratio if ``selected`` is
+    None. Each head's ``sinks`` [H] is one more logit without a value. The keys' rotation is undone on the output at the
+    query's position.
     """
     out = torch.empty_like(q)
     num_entries = 0 if ratio == 0 else (plan.max_position + 1) // ratio if selected is None else selected.shape[1]

@@ -1,4 +1,5 @@
-"""Products of few rows. Above ``MAX_ROWS`` the library product is faster; its sums then depend on the row count."""
+"""Products of few rows. Above ``MAX_ROWS`` the library product is faster; its sums then depend on the row count, so
+``row_by_row`` forbids it."""
 
 from __future__ import annotations
 
@@ -44,12 +45,12 @@ def _grouped_linear(x, weight, out):
             accumulate_row(x[i, g], weight[g], out[i, g * num_out : (g + 1) * num_out])
 
 
-def bind_linear(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+def bind_linear(weight: torch.Tensor, row_by_row: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
     """See :func:`..linear.linear`."""
     packed = weight.numpy()
 
     def linear(x: torch.Tensor) -> torch.Tensor:
-        if x.shape[0] > MAX_ROWS:
+        if x.shape[0] > MAX_ROWS and not row_by_row:
             return twin.linear(x, weight)
         out = np.empty((x.shape[0], packed.shape[1]), np.float32)
         _linear(host(x), packed, out)
@@ -58,13 +59,13 @@ def bind_linear(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     return linear
 
 
-def bind_grouped_linear(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+def bind_grouped_linear(weight: torch.Tensor, row_by_row: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
     """See :func:`..linear.grouped_linear`."""
     packed = weight.numpy()
     num_groups, _, num_out = packed.shape
 
     def grouped_linear(x: torch.Tensor) -> torch.Tensor:
-        if x.shape[0] > MAX_ROWS:
+        if x.shape[0] > MAX_ROWS and not row_by_row:
             return twin.grouped_linear(x, weight)
         out = np.empty((x.shape[0], num_groups * num_out), np.float32)
         _grouped_linear(host(x), packed, out)

@@ -13,7 +13,8 @@ from .jit import host, jit
 from .linear import accumulate_row
 
 SCORINGS = {"sqrtsoftplus": 0, "sigmoid": 1, "softmax": 2}
-# With more picks than this per expert, one library product per expert is faster than row by row.
+# With more picks than this per expert, one library product per expert is faster than row by row; its sums then
+# depend on how many rows there are, so ``row_by_row`` forbids it.
 MAX_PICKS_PER_EXPERT = 8
 
 
@@ -147,14 +148,14 @@ def bind_swiglu(limit: float) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def bind_experts_forward(
-    gate_up: torch.Tensor, down: torch.Tensor, limit: float
+    gate_up: torch.Tensor, down: torch.Tensor, limit: float, row_by_row: bool = False
 ) -> Callable[[torch.Tensor, Routing], torch.Tensor]:
     """See :func:`..moe.experts_forward`."""
     packed = (gate_up.numpy(), down.numpy(), np.float32(limit))
     most = MAX_PICKS_PER_EXPERT * gate_up.shape[0]
 
     def experts_forward(x: torch.Tensor, routing: Routing) -> torch.Tensor:
-        if routing.experts.numel() > most:
+        if routing.experts.numel() > most and not row_by_row:
             return twin.experts_forward(x, routing, gate_up, down, limit)
         out = np.empty(x.shape, np.float32)
         _experts(host(x), host(routing.experts), host(routing.weights), *packed, out)
