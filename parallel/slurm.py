@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 
 # Far above any real job; a typo such as [1-9999999999] must not fill the memory.
@@ -17,14 +18,9 @@ def expand_hosts(nodelist: str) -> list[str]:
     hosts: list[str] = []
     for entry in _split_outside_brackets(nodelist):
         parts = [_expand_part(part, nodelist) for part in re.split(r"(\[[^\[\]]*\])", entry) if part]
-        count = len(hosts)
-        for part in parts:
-            count *= max(1, len(part))
-        if not parts or count > _MAX_HOSTS:
+        if not parts or len(hosts) + math.prod(map(len, parts)) > _MAX_HOSTS:
             raise ValueError(f"the node list {nodelist!r} has an empty name or more than {_MAX_HOSTS} hosts")
         hosts += ["".join(pieces) for pieces in itertools.product(*parts)]
-    if len(hosts) > _MAX_HOSTS:
-        raise ValueError(f"the node list has {len(hosts)} hosts, more than {_MAX_HOSTS}")
     return hosts
 
 
