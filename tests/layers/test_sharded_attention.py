@@ -1,4 +1,4 @@
-"""V4 attention of every kind, cut over 1, 2, 4 and 8 ranks, against dense float64 mathematics without cache or chunks."""
+"""V4 attention of every kind, cut over 1, 2, 4 and 8 ranks, against dense float64 maths without cache or chunks."""
 
 import pytest
 import torch

@@ -133,7 +133,7 @@ def test_sharded_equals_dense(run_ranks, named, world, backend):
         for name in ("row", "started"):
             near(result[name], random(6, OUT, seed=21) @ full["row"].T)
         check_vocab(result, full)
-    for name, (num_heads, num_kv_heads) in QKV.items():
+    for name, (_, num_kv_heads) in QKV.items():
         near(side_by_side(f"{name}.q"), x @ full[f"{name}.q"].T)
         # Which kv heads each rank holds, by the rule for more and for fewer ranks than heads.
         here = max(num_kv_heads // world, 1)
