@@ -28,6 +28,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "check": (".verbs.check", "read a checkpoint's headers: everything there, fits, memory per rank"),
     "generate": (".verbs.generate", "decode prompts"),
     "score": (".verbs.score", "log-probabilities of given tokens"),
+    "bench": (".verbs.bench", "speed and memory against a stated baseline"),
 }
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -62,9 +63,13 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     rank = rank_from(os.environ)
-    install_logging(rank)
+    with logging_to_stderr(rank):
+        return _main(rank, sys.argv[1:] if argv is None else list(argv))
+
+
+def _main(rank: int, argv: list[str]) -> int:
     try:
-        return _dispatch(sys.argv[1:] if argv is None else list(argv))
+        return _dispatch(argv)
     except KeyboardInterrupt:
         _say(rank, "dspark: interrupted")
         return EXIT_INTERRUPTED
@@ -118,15 +123,22 @@ def rank_from(environment: Mapping[str, str]) -> int:
     return 0
 
 
-def install_logging(rank: int) -> None:
-    """Send the package's log records to stderr with the rank in front: notices of rank 0, warnings of all."""
+@contextlib.contextmanager
+def logging_to_stderr(rank: int) -> Iterator[None]:
+    """Inside, the package's log records go to stderr with the rank in front: notices of rank 0, warnings of all."""
     logger = logging.getLogger(__package__.partition(".")[0])
-    if not logger.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter(f"[{rank}] %(levelname)s %(message)s"))
-        logger.addHandler(handler)
-        logger.propagate = False
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(f"[{rank}] %(levelname)s %(message)s"))
+    level, propagate = logger.level, logger.propagate
+    logger.addHandler(handler)
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagate
 
 
 def _say(rank: int, line: str) -> None:

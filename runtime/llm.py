@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -85,10 +86,8 @@ class LLM:
         requests = share_requests(inputs.requests, session.world)
         collector = Collector(requests)
         outputs = list(inputs.refused)
-        for event in drive(session.engine, requests, session.text):
-            output = collector.push(event)
-            if output is not None:
-                outputs.append(output)
+        with contextlib.closing(drive(session.engine, requests, session.text)) as events:
+            outputs += [output for event in events if (output := collector.push(event)) is not None]
         results = in_order(outputs, inputs.order) if session.is_first else []
         return self._share(results)
 

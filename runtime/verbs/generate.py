@@ -111,8 +111,9 @@ def _finish(session: Session, inputs: Inputs, printer: Printer) -> list[RequestO
     for output in outputs:
         printer.finished(output)
     collector = Collector(inputs.requests)
-    with _bar(len(inputs.requests), printer.alone) as bar:
-        for event in drive(session.engine, inputs.requests, session.text):
+    driven = contextlib.closing(drive(session.engine, inputs.requests, session.text))
+    with _bar(len(inputs.requests), printer.alone) as bar, driven as events:
+        for event in events:
             printer.streamed(event.text)
             output = collector.push(event)
             if output is not None:

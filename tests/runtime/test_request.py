@@ -139,23 +139,29 @@ def test_engine_options_out_of_range_are_named(name, value):
 
 
 def test_auto_is_decided_once():
-    config = resolve(EngineConfig(), model_dir="/m", device_type="cpu", max_positions=4096)
+    def decide(config, device="cpu", own_draft="none"):
+        return resolve(config, model_dir="/m", device_type=device, max_positions=4096, own_draft=own_draft)
+
+    config = decide(EngineConfig())
     assert (config.model, config.device, config.dtype, config.max_context) == ("/m", "cpu", "float32", 4096)
     assert "auto" not in dataclasses.asdict(config).values()
-    assert resolve(EngineConfig(), model_dir="/m", device_type="cuda", max_positions=9).dtype == "bfloat16"
-    assert resolve(config, model_dir="/m", device_type="cpu", max_positions=4096) == config
+    assert (
+        resolve(EngineConfig(), model_dir="/m", device_type="cuda", max_positions=9, own_draft="none").dtype
+        == "bfloat16"
+    )
+    assert resolve(config, model_dir="/m", device_type="cpu", max_positions=4096, own_draft="none") == config
+    own = resolve(EngineConfig(), model_dir="/m", device_type="cpu", max_positions=9, own_draft="dspark")
+    assert (config.draft, own.draft) == ("none", "dspark")
     with pytest.raises(ValueError, match="--max-context is 5000, but the model has 4096"):
-        resolve(EngineConfig(max_context=5000), model_dir="/m", device_type="cpu", max_positions=4096)
+        decide(EngineConfig(max_context=5000))
 
 
 def test_what_is_not_built_is_refused_in_one_place():
     check_supported(EngineConfig(), Topology(tp=8))
     check_supported(EngineConfig(draft="none", dispatcher="standard"), Topology())
     for config, topology, option in [
-        (EngineConfig(draft="dspark"), Topology(), "--draft dspark"),
         (EngineConfig(overlap="tbo"), Topology(), "--overlap tbo"),
         (EngineConfig(dispatcher="normal"), Topology(), "--dispatcher normal"),
-        (EngineConfig(deterministic=True), Topology(), "--deterministic"),
         (EngineConfig(), Topology(pp=2), "--pp 2"),
         (EngineConfig(), Topology(tp=4, dp=2), "--dp 2"),
         (EngineConfig(), Topology(tp=4, cp=2), "--cp 2"),
