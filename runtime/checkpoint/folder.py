@@ -80,7 +80,7 @@ def _read_shards(folder: pathlib.Path, index: pathlib.Path) -> StoredCheckpoint:
 
 def _weight_map(index: pathlib.Path) -> dict[str, str]:
     try:
-        content = read_json_object(index, max_bytes=MAX_INDEX_BYTES, max_depth=6)
+        content = read_json_object(index, max_bytes=MAX_INDEX_BYTES)
     except ValueError as error:
         raise CheckpointError(str(error)) from None
     unknown = sorted(set(content) - {"metadata", "weight_map"})

@@ -7,6 +7,8 @@ afterwards, against :func:`~dspark.runtime.checkpoint.spec.expected_tensors`, so
 
 from __future__ import annotations
 
+import re
+
 from ..model_config import LIMITS
 from .safetensors_file import DTYPE_BITS, StoredTensor
 
@@ -37,6 +39,8 @@ _IN_CONTEXT = {
     ("markov_head", "embed"): "markov_w1",
     ("markov_head", "head"): "markov_w2",
 }
+# The bulk of a large checkpoint needs no renaming.
+_EXPERT = re.compile(r"(?:model\.)?((?:layers|mtp)\.\d+\.ffn\.experts\.\d+\.w[123]\.(?:weight|scale))")
 _DRAFT_HEADS = ("markov_head", "confidence_head")
 
 
@@ -46,6 +50,9 @@ def canonical_name(name: str, num_draft_stages: int = 0) -> str:
     The Markov and confidence heads of a draft belong to its last stage, wherever the file has them;
     ``num_draft_stages`` says which that is. A scale becomes ``X.scale``, beside ``X.weight``.
     """
+    expert = _EXPERT.fullmatch(name)
+    if expert is not None:
+        return expert.group(1)
     parts = name.split(".")
     if parts[0] == "model":
         del parts[0]

@@ -96,7 +96,7 @@ def read_header(path: pathlib.Path, file_index: int = 0) -> dict[str, StoredTens
     if len(data) != length or not data.startswith(b"{"):
         raise CheckpointError(f"{what}: the header is not a JSON object")
     try:
-        header = parse_json_object(data, f"{what}: header", max_depth=4)
+        header = parse_json_object(data, f"{what}: header")
     except ValueError as error:
         raise CheckpointError(str(error)) from None
     _check_metadata(header.pop("__metadata__", {}), what)
@@ -113,7 +113,7 @@ def _check_metadata(metadata: Any, what: str) -> None:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+    return type(value) is int and 0 <= value < 2**63
 
 
 def _entry(name: str, entry: Any, what: str, file_index: int) -> StoredTensor:

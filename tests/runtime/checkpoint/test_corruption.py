@@ -151,13 +151,13 @@ def duplicate_key(entries):
         ({"length": 100}, "header: not JSON"),
         ({"tail": b"\0"}, "1 bytes after the last tensor belong to no tensor"),
         ({"header": duplicate_key}, "header: duplicate key 'head.weight'"),
-        ({"header": lambda e: b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"}, "nested deeper than 4"),
+        ({"header": lambda e: b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"}, "nested deeper than 16"),
         ({"header": lambda e: b"[]"}, "the header is not a JSON object"),
         ({"header": lambda e: b"{}"}, "after the last tensor belong to no tensor"),
         ({"header": lambda e: b'{"a": NaN}'}, "NaN is not a JSON number"),
         ({"header": lambda e: b'{"\xff": 1}'}, "not UTF-8"),
         ({"header": lambda e: b'{"a": ' + b"1" * 5000 + b"}"}, "an integer of 5000 digits"),
-        ({"header": lambda e: b"{" * 10}, "nested deeper"),
+        ({"header": lambda e: b"{" * 10}, "not JSON"),
         ({"tensors": {}}, "w1.weight is missing; .* are 36 tensors, but the files hold 0"),
     ],
     ids=lambda value: None if isinstance(value, dict) else value[:40],
@@ -249,7 +249,7 @@ def test_index_files(tiny, tmp_path):
         (text[:-5], "not JSON"),
         (text.replace('"norm.weight"', '"head.weight"'), "duplicate key 'head.weight'"),
         (text.replace('"metadata"', '"weights"'), "unknown key 'weights'"),
-        ("[" * 100_000, "nested deeper"),
+        ("[" * 100_000, "nested deeper than 16"),
         ("{}", "weight_map must be an object"),
     ):
         index.write_text(broken)
@@ -334,6 +334,21 @@ def test_sizes_within_the_limits_that_the_file_does_not_hold(tiny, tmp_path):
     (folder / "config.json").write_text(json.dumps({**tiny.raw, **huge, "vocab_size": 2**21}))
     assert_refused(
         folder, r"layers\.0\.ffn\.experts\.4\.w1\.weight is missing; the experts of 512 layers .* are 196608 tensors"
+    )
+
+
+def test_a_draft_that_the_file_does_not_hold(make_tiny, tmp_path):
+    draft = {
+        "dspark_block_size": 3,
+        "dspark_markov_rank": 6,
+        "dspark_noise_token_id": 2,
+        "dspark_target_layer_ids": [2],
+    }
+    tiny = make_tiny(**draft)
+    folder = tiny.write(tmp_path)
+    (folder / "config.json").write_text(json.dumps({**tiny.raw, "dspark_n_routed_experts": 4096}))
+    assert_refused(
+        folder, r"mtp\.0\.ffn\.experts\.4\.w1\.weight is missing; the experts of 4 layers .* are 12324 tensors"
     )
 
 
