@@ -12,7 +12,16 @@ import numpy as np
 import torch
 
 from ..model_config import ModelConfig
-from .encoding import Encoding, apply_scales, copy_slice, decode_fp4, decode_fp8, decode_plain, decode_scales
+from .encoding import (
+    Encoding,
+    all_finite,
+    apply_scales,
+    copy_slice,
+    decode_fp4,
+    decode_fp8,
+    decode_plain,
+    decode_scales,
+)
 from .inspection import inspect_checkpoint, require_sound
 from .safetensors_file import DTYPE_BITS, CheckpointError, MappedFile, StoredTensor
 
@@ -100,7 +109,7 @@ class CheckpointReader:
             values = decode_plain(encoding.weight.dtype, words)
         else:
             values = self._take_scaled(name, encoding, ranges)
-        if not torch.isfinite(values).all():
+        if not all_finite(values):
             raise CheckpointError(f"{name} holds values that are NaN or infinite")
         return values.to(self.dtype if dtype is None else dtype)
 

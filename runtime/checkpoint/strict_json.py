@@ -15,7 +15,7 @@ _LONG_NUMBER = re.compile(rb"[0-9]{%d}" % (MAX_DIGITS + 1))
 def parse_json_object(data: bytes, what: str) -> dict[str, Any]:
     """The JSON object in ``data``; ``what`` names it in errors.
 
-    Raises ``ValueError`` on anything but one object of UTF-8 text, on a key that occurs twice in an object, on more than
+    Raises ``ValueError`` on anything but one object of UTF-8 text, on a key that occurs twice in an object, on over
     :data:`MAX_DEPTH` levels, on endless integers, and on ``NaN`` and ``Infinity``, which are not JSON.
     """
 
