@@ -1,0 +1,135 @@
+"""The inference form of ``draft_heads.py`` on host arrays, for steps that are all call overhead.
+
+Shapes: B blocks, γ places, d hidden size, r Markov rank, V vocabulary. A place costs a few numpy calls; a vanilla
+head over a small vocabulary becomes one table of biases. Same results as :func:`~.draft_heads.draw_block` up to
+rounding. That cannot bias anything: whatever law a draft was drawn from is the law that is handed on.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .draft_heads import ConfidenceHead, MarkovHead
+
+MAX_TABLE_BYTES = 32 << 20
+"""The largest table of biases [V, V] that is made; beyond it, reading its rows is no faster than the product."""
+
+
+class HostDraftBlock(NamedTuple):
+    """What the heads made of B blocks."""
+
+    tokens: np.ndarray
+    """[B, γ] int64."""
+    probs: np.ndarray | None
+    """[B, γ, V] float64, the laws the tokens were drawn from; ``None`` if all blocks are greedy."""
+    confidence_logits: np.ndarray | None
+    """[B, γ], ``None`` without a confidence head."""
+
+
+class HostHeads:
+    """The weights of the heads as host arrays; made once, when a draft is loaded on a CPU."""
+
+    def __init__(
+        self, markov: MarkovHead | None, confidence: ConfidenceHead | None, max_table_bytes: int = MAX_TABLE_BYTES
+    ) -> None:
+        weights = {} if markov is None else {k: v.detach().float().numpy() for k, v in markov.weights.items()}
+        self.kind = None if markov is None else markov.kind
+        self.w1, self.w2 = weights.get("markov_w1.weight"), weights.get("markov_w2.weight")
+        self.weights = weights
+        self.table = None
+        if self.kind == "vanilla" and 4 * self.w1.shape[0] ** 2 <= max_table_bytes:
+            self.table = self.w1 @ self.w2.T
+        self.confidence_weight = None if confidence is None else confidence.weight[0].detach().float().numpy()
+        bias = None if confidence is None else confidence.bias
+        self.confidence_bias = 0.0 if bias is None else float(bias)
+
+    def draw_block(
+        self,
+        base_logits: np.ndarray,
+        hidden: np.ndarray,
+        anchors: np.ndarray,
+        temperatures: np.ndarray | None = None,
+        uniforms: np.ndarray | None = None,
+    ) -> HostDraftBlock:
+        """Choose the drafts of B blocks left to right.
+
+        Args:
+            base_logits: [B, γ, V] float32, row k for draft x_{k+1}; ``hidden`` [B, γ, d] the states the heads read.
+            anchors: [B] int64, x_0.
+            temperatures: [B] of the draft's law, 0 is greedy; ``None`` if all are.
+            uniforms: [B, γ] float64 in [0, 1), the draft's noise; for the inverse CDF of softmax(logits / T).
+        """
+        num_blocks, gamma, vocab_size = base_logits.shape
+        tokens = np.empty((num_blocks, gamma), dtype=np.int64)
+        probs = None if temperatures is None else np.empty((num_blocks, gamma, vocab_size))
+        prev, part = anchors, self._hidden_part(hidden)
+        memory = np.zeros((num_blocks, 0 if self.w1 is None else self.w1.shape[1]), dtype=np.float32)
+        for k in range(gamma):
+            logits = base_logits[:, k]
+            if self.table is not None:
+                logits = logits + self.table[prev]
+            elif self.kind is not None:
+                feature, memory = self._feature(k, prev, part, memory)
+                logits = logits + feature @ self.w2.T
+            if probs is None:
+                prev = logits.argmax(axis=1)
+            else:
+                prev = _sample(logits, temperatures, uniforms[:, k], probs[:, k])
+            tokens[:, k] = prev
+        return HostDraftBlock(tokens, probs, self._confidence(hidden, anchors, tokens))
+
+    def _hidden_part(self, hidden: np.ndarray) -> np.ndarray | None:
+        hidden_size = hidden.shape[2]
+        if self.kind == "gated":
+            return hidden @ self.weights["gate_proj.weight"][:, :hidden_size].T + self.weights["gate_proj.bias"]
+        if self.kind == "rnn":
+            return hidden @ self.weights["joint_proj.weight"][:, -hidden_size:].T + self.weights["joint_proj.bias"]
+        return None
+
+    def _feature(
+        self, k: int, prev: np.ndarray, part: np.ndarray | None, memory: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """f [B, r] of place ``k`` and the memory [B, r] behind it."""
+        e = self.w1[prev]
+        rank = e.shape[1]
+        if self.kind == "gated":
+            return _sigmoid(part[:, k] + e @ self.weights["gate_proj.weight"][:, -rank:].T) * e, memory
+        if self.kind == "rnn":
+            joint = self.weights["joint_proj.weight"]
+            z = part[:, k] + np.concatenate([memory, e], axis=1) @ joint[:, : 2 * rank].T
+            keep = _sigmoid(z[:, :rank])
+            return np.tanh(z[:, 2 * rank :]), keep * memory + (1.0 - keep) * np.tanh(z[:, rank : 2 * rank])
+        return e, memory
+
+    def _confidence(self, hidden: np.ndarray, anchors: np.ndarray, tokens: np.ndarray) -> np.ndarray | None:
+        if self.confidence_weight is None:
+            return None
+        hidden_size = hidden.shape[2]
+        z = hidden @ self.confidence_weight[:hidden_size] + self.confidence_bias
+        if len(self.confidence_weight) > hidden_size:
+            previous = np.concatenate([anchors[:, None], tokens[:, :-1]], axis=1)
+            z = z + self.w1[previous] @ self.confidence_weight[hidden_size:]
+        return z
+
+
+def _sample(logits: np.ndarray, temperatures: np.ndarray, uniforms: np.ndarray, probs: np.ndarray) -> np.ndarray:
+    """Tokens [B] at ``temperatures`` [B] by inverse CDF; their laws are written to ``probs`` [B, V] float64."""
+    greedy = temperatures == 0
+    scale = (1.0 / np.where(greedy, 1.0, temperatures)).astype(logits.dtype)
+    logits = logits - logits.max(axis=1, keepdims=True)
+    logits *= scale[:, None]
+    masses = np.exp(logits).astype(np.float64)
+    if greedy.any():
+        masses[greedy] = 0.0
+        masses[greedy, logits[greedy].argmax(axis=1)] = 1.0
+    cumulative = masses.cumsum(axis=1)
+    total = cumulative[:, -1]
+    np.divide(masses, total[:, None], out=probs)
+    points = uniforms * total
+    return np.array([row.searchsorted(point, side="right") for row, point in zip(cumulative, points)])
+
+
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    return 0.5 * (1.0 + np.tanh(0.5 * x))

@@ -1,0 +1,2 @@
+"""Lossless speculation without a model: packed verify rows, acceptance, scheduling, calibration, penalties,
+statistics."""

@@ -1,0 +1,1 @@
+"""Training of drafts: losses and the geometry of training blocks."""

@@ -1,0 +1,129 @@
+"""The DSpark draft (and DFlash, which is its backbone alone) as a differentiable model over many anchors at once.
+
+Legend: N tokens, A anchors, γ places, n residual streams, D hidden width, w sliding window, m target layers read.
+
+Source: paper sections 3.1 and 3.2. The block of an anchor at position p is [anchor, mask × (γ - 1)] at positions
+p .. p + γ - 1; row k predicts token p + 1 + k. Every row sees the same context, the last w positions before p, and all
+rows of its block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding, linear
+
+from ...layers.draft_heads import ConfidenceHead, make_markov_head, previous_tokens, teacher_forced_logits
+from ...layers.kernels.hyper_connection import weighted_norm
+from ...layers.rope import RopeTable
+from ..model_config import DSparkConfig, ModelConfig
+from .batches import Batch
+from .stage import Keys, StageSizes, Weights, collapse, context_keys, scoped, stage_forward
+
+MARKOV_PREFIX = "markov_head."
+
+
+class FrozenEnds(NamedTuple):
+    """The target's ``embed`` and ``head``, both [V, D], which a draft uses and never changes."""
+
+    embed: Tensor
+    head: Tensor
+
+
+class BlockOutput(NamedTuple):
+    """``base`` logits [A, γ, V] before the Markov bias; ``hidden`` [A, γ, D] that the heads read; ``load`` [S, E] rows
+    by expert of each stage."""
+
+    base: Tensor
+    hidden: Tensor
+    load: Tensor
+
+
+class BlockDraft:
+    """The forward of a draft that ``config.dspark`` describes, on given weights (canonical names, ``mtp.*``)."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, ends: FrozenEnds, rope: RopeTable) -> None:
+        assert config.dspark is not None and config.dspark.sample_from_anchor
+        self.config, self.draft, self.weights, self.ends, self.rope = config, config.dspark, weights, ends, rope
+        self.num_stages = len(self.draft.target_layer_ids)
+        self._sizes = StageSizes(config, self.draft.num_routed_experts, self.draft.num_experts_per_tok)
+
+    @property
+    def last(self) -> str:
+        """The prefix of the last stage."""
+        return f"mtp.{self.num_stages - 1}."
+
+    def context(self, features: Tensor) -> Tensor:
+        """The context [N, D] that all stages see, of the target's ``features`` [N, m D]."""
+        projected = linear(features, self.weights["mtp.0.main_proj.weight"])
+        return weighted_norm(projected, self.weights["mtp.0.main_norm.weight"], self.config.rms_norm_eps)
+
+    def window(self, anchors: Tensor, begins: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows that the blocks of ``anchors`` [A] see: indices [A, w], and which of them exist (bool)."""
+        w = self.config.sliding_window
+        rows = anchors.unsqueeze(1) + torch.arange(-w, 0, device=anchors.device)
+        return rows.clamp(min=0), rows >= begins[anchors].unsqueeze(1)
+
+    def backbone(self, batch: Batch, gamma: int | None = None) -> BlockOutput:
+        """All blocks of ``batch``, ``gamma`` rows each (default: the block size)."""
+        config, draft = self.config, self.draft
+        gamma = draft.block_size if gamma is None else gamma
+        num_blocks = len(batch.anchors)
+        context = self.context(batch.features)
+        rows, exists = self.window(batch.anchors, batch.begins)
+        tokens = torch.full((num_blocks, gamma), draft.noise_token_id, device=batch.ids.device)
+        tokens[:, 0] = batch.ids[batch.anchors]
+        positions = batch.positions[batch.anchors].unsqueeze(1) + torch.arange(gamma, device=rows.device)
+        streams = embedding(tokens.flatten(), self.ends.embed).unsqueeze(1).expand(-1, config.hc_mult, -1)
+        # The rows of a block see the same context and each other, in both directions.
+        visible = torch.cat((exists, exists.new_ones(num_blocks, gamma)), dim=1).unsqueeze(1).expand(-1, gamma, -1)
+        loads = []
+        for stage in range(self.num_stages):
+            weights = scoped(self.weights, f"mtp.{stage}.")
+            keys = context_keys(weights, context, batch.positions, self.rope, config.rms_norm_eps)
+            past = embedding(rows, keys)
+
+            def seen(own: Tensor, past: Tensor = past) -> Keys:
+                return Keys(torch.cat((past, own), dim=1), visible)
+
+            streams, load = stage_forward(weights, streams, seen, positions, self.rope, self._sizes)
+            loads.append(load)
+        last = scoped(self.weights, self.last)
+        hidden = collapse(last, streams, config)
+        normed = weighted_norm(hidden, last["norm.weight"], config.rms_norm_eps)
+        base = linear(normed, self.ends.head)
+        shape = (num_blocks, gamma, -1)
+        return BlockOutput(base.view(shape), hidden.view(shape), torch.stack(loads))
+
+    def markov_head(self):
+        """The Markov head on the current weights, or ``None``."""
+        if not self.draft.markov_rank:
+            return None
+        weights = scoped(self.weights, self.last + MARKOV_PREFIX)
+        return make_markov_head(self.draft.markov_head_type, weights)
+
+    def confidence_head(self) -> ConfidenceHead | None:
+        """The confidence head on the current weights, or ``None``."""
+        if not self.draft.enable_confidence_head:
+            return None
+        return ConfidenceHead(self.weights[self.last + "confidence_head.proj.weight"])
+
+    def teacher_forced(self, batch: Batch) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Draft logits [A, γ, V] behind the data's tokens, confidence logits [A, γ] or ``None``, and the load."""
+        out = self.backbone(batch)
+        prev = previous_tokens(batch.ids[batch.anchors], batch.labels)
+        logits = teacher_forced_logits(out.base, out.hidden, prev, self.markov_head())
+        confidence = self.confidence_head()
+        if confidence is None:
+            return logits, None, out.load
+        w1 = self.weights.get(self.last + MARKOV_PREFIX + "markov_w1.weight")
+        with_markov = w1 if self.draft.confidence_head_with_markov else None
+        return logits, confidence.logits(out.hidden, prev, with_markov), out.load
+
+
+def draft_config(config: ModelConfig, draft: DSparkConfig) -> ModelConfig:
+    """``config`` announcing ``draft``, checked."""
+    return dataclasses.replace(config, dspark=draft, num_nextn_predict_layers=0)

@@ -1,0 +1,199 @@
+"""Verify policies against reference schedules, worked examples and plain loops."""
+
+import json
+import logging
+import pathlib
+
+import numpy as np
+import pytest
+from dspark.runtime.spec.confidence import conditional, survival, threshold_lens
+from dspark.runtime.spec.schedule import AsyncPolicy, StaticPolicy, SyncPolicy, ThresholdPolicy, make_policy
+from dspark.runtime.spec.sps import AdditiveTable, StaircaseTable
+
+DATA = pathlib.Path(__file__).resolve().parents[2] / "data" / "speculative"
+
+
+def curve(sps):
+    """The table of a list that starts at one row."""
+    return StaircaseTable(np.arange(1, len(sps) + 1), np.array(sps))
+
+
+def full(c):
+    return np.full(len(c), len(c[0]) if len(c) else 0)
+
+
+def check(cases):
+    for case in cases:
+        c, table, keys = np.array(case["c"]), curve(case["sps"]), list(range(case["R"]))
+        sync = SyncPolicy(table).plan(keys, c, full(c))
+        assert sync.lens.tolist() == case["sync"]["lens"]
+        assert sync.budget == sum(case["sync"]["lens"])
+        assert abs(sync.expected - case["sync"]["tau"]) < 1e-9
+        policy, history = AsyncPolicy(table), np.array(case["history_c"])
+        policy.plan(keys, history, full(c))
+        policy.plan(keys, np.full_like(c, 0.5), full(c))
+        schedule = policy.plan(keys, c, full(c))
+        assert schedule.budget == case["async_K"]
+        assert schedule.lens.tolist() == case["async_lens"]
+
+
+def test_schedules_match_the_oracle():
+    cases = json.loads((DATA / "scheduler.json").read_text())["cases"]
+    check(cases)
+    # The two policies and the mistaken search must be told apart by the data.
+    assert any(c["sync"]["lens"] != c["global_search"]["lens"] for c in cases)
+    assert any(c["async_lens"] != c["global_search"]["lens"] for c in cases)
+
+
+def test_schedules_match_the_whole_oracle(shared):
+    check(json.loads((shared / "oracle" / "speculative" / "dev_scheduler.json").read_text())["cases"])
+
+
+def test_the_worked_example():
+    data = json.loads((DATA / "worked_examples.json").read_text())["seed"]
+    c = np.array([data["c"]])
+    assert np.abs(survival(c)[0] - data["survival"]).max() < 1e-12
+    schedule = SyncPolicy(curve(data["sps"])).plan(["a"], c, full(c))
+    assert schedule.lens.tolist() == data["sync"]["lens"] == [data["keep"]]
+    assert abs(schedule.expected - data["sync"]["tau"]) < 1e-12
+
+
+def test_appendix_a_is_cut_the_same_way_whatever_was_drafted():
+    data = json.loads((DATA / "worked_examples.json").read_text())["appendix_a"]
+    policy = SyncPolicy(curve(data["sps"]))
+    for case in ("case_high", "case_low"):
+        c = np.array([data[case]["c"]])
+        assert policy.plan(["a"], c, full(c)).lens.tolist() == data[case]["sync"]["lens"] == [0]
+
+
+def test_an_additive_budget_matches_the_oracle():
+    data = json.loads((DATA / "sps_table.json").read_text())["additive"]
+    names = ("bs_probes", "alpha_seconds", "m_probes", "theta_seconds")
+    table = AdditiveTable(data["bias_seconds"], *[np.array(data[name], dtype=float) for name in names])
+    a = np.array(data["survival"])
+    c = np.concatenate([a[:, :1], a[:, 1:] / a[:, :-1]], axis=1)
+    keys = list(range(len(a)))
+    policy = AsyncPolicy(table, lag=1)
+    policy.plan(keys, c, full(c))
+    schedule = policy.plan(keys, c, full(c))
+    assert schedule.budget == data["budget"] == schedule.lens.sum()
+    assert (
+        abs(schedule.expected * table.steps_per_second(20, np.array([130]))[0] - data["theta"]) < 1e-6 * data["theta"]
+    )
+
+
+def loop_sync(c, sps, max_lens, other_rows):
+    """Algorithm 1 as written: a frontier of one candidate a request."""
+    lens, tau, rows = [0] * len(c), float(len(c)), len(c) + other_rows
+    best = tau * sps[rows - 1]
+    while True:
+        frontier = [
+            (-np.prod(c[r][: lens[r] + 1]), lens[r], r)
+            for r in range(len(c))
+            if lens[r] < max_lens[r] and np.prod(c[r][: lens[r] + 1]) > 0
+        ]
+        if not frontier:
+            return lens
+        negative, _, r = min(frontier)
+        if not (tau - negative) * sps[rows] > best:
+            return lens
+        tau, rows, lens[r] = tau - negative, rows + 1, lens[r] + 1
+        best = tau * sps[rows - 1]
+
+
+def test_sync_is_the_best_first_walk_with_limits_and_other_rows():
+    rng = np.random.default_rng(0)
+    seen = set()
+    for _ in range(300):
+        requests, gamma, other = int(rng.integers(1, 6)), int(rng.integers(1, 6)), int(rng.integers(0, 4))
+        c = rng.choice([0.0, 0.3, 0.5, 0.9, 1.0], (requests, gamma))
+        max_lens = rng.integers(0, gamma + 1, requests)
+        sps = np.where(rng.random(60) < 0.7, 1.0, rng.uniform(0.6, 0.95, 60)).cumprod()
+        schedule = SyncPolicy(curve(sps)).plan(list(range(requests)), c, max_lens, other)
+        assert schedule.lens.tolist() == loop_sync(c.tolist(), sps.tolist(), max_lens.tolist(), other)
+        seen.add(int(schedule.lens.sum()))
+    assert len(seen) > 8
+
+
+def test_async_uses_the_confidences_of_two_steps_ago():
+    flat, keys = curve([1.0] * 4 + [0.1] * 20), ["a", "b"]
+    low, high = np.full((2, 3), 0.01), np.full((2, 3), 0.99)
+    steep = curve([1.0, 1.0, 0.7, 0.5, 0.4, 0.3, 0.2, 0.1])
+    policy = AsyncPolicy(steep)
+    budgets = [policy.plan(keys, c, full(c)).budget for c in (low, high, high, low, low)]
+    unknown, from_low, from_high = budgets[0], budgets[2], budgets[3]
+    assert budgets[1] == unknown, "the first two steps have no history and count every draft as certain"
+    assert from_low == 0 and from_high == budgets[4] == AsyncPolicy(steep).plan(keys, high, full(high)).budget
+    late = AsyncPolicy(flat)
+    late.plan(["a"], low[:1], full(low[:1]))
+    late.plan(["a"], low[:1], full(low[:1]))
+    assert late.plan(["a", "b"], low, full(low)).budget == 2, (
+        "a new request counts as certain, up to the drop at 5 rows"
+    )
+
+
+def test_async_spends_the_budget_on_the_best_current_drafts():
+    policy = AsyncPolicy(curve([1.0, 1.0, 1.0, 1.0, 0.1, 0.1, 0.1, 0.1]))
+    c = np.array([[0.5, 0.9, 0.9], [0.9, 0.9, 0.1]])
+    schedule = policy.plan([0, 1], c, full(c))
+    assert schedule.budget == 2 and schedule.lens.tolist() == [0, 2]
+    assert abs(schedule.expected - (2 + 0.9 + 0.81)) < 1e-12
+    assert policy.plan([0, 1], c, np.array([3, 0])).lens.tolist() == [2, 0]
+    with pytest.raises(ValueError, match="got 0"):
+        AsyncPolicy(curve([1.0]), lag=0)
+
+
+def test_certain_drafts_are_taken_in_order():
+    for policy in (SyncPolicy(curve([1.0] * 5 + [0.01] * 9)), AsyncPolicy(curve([1.0] * 5 + [0.01] * 9))):
+        c = np.ones((2, 4))
+        assert policy.plan([0, 1], c, full(c)).lens.tolist() == [2, 1]
+
+
+def test_threshold_cuts_before_the_first_low_confidence():
+    c = np.array([[0.9, 0.4, 0.9], [0.3, 0.9, 0.9], [0.5, 0.5, 0.5]])
+    assert threshold_lens(c, 0.5).tolist() == [1, 0, 3]
+    assert threshold_lens(c, 0.0).tolist() == [3, 3, 3]
+    schedule = ThresholdPolicy(0.5).plan([0, 1, 2], c, np.array([3, 3, 2]))
+    assert schedule.lens.tolist() == [1, 0, 2] and abs(schedule.expected - (3 + 0.9 + 0.5 + 0.25)) < 1e-12
+    with pytest.raises(ValueError, match=r"1\.5"):
+        ThresholdPolicy(1.5)
+
+
+def test_nan_confidence_admits_nothing_behind_it():
+    c = np.array([[0.9, np.nan, 0.9]])
+    for policy in (SyncPolicy(curve([1.0] * 9)), AsyncPolicy(curve([1.0] * 9)), ThresholdPolicy(0.0)):
+        assert policy.plan([0], c, full(c)).lens.tolist() == [1]
+
+
+def test_no_requests_and_no_drafts():
+    for policy in (StaticPolicy(), SyncPolicy(curve([1.0] * 9)), AsyncPolicy(curve([1.0] * 9)), ThresholdPolicy(0.5)):
+        assert policy.plan([], np.empty((0, 3)), np.empty(0, dtype=int)).lens.tolist() == []
+        assert policy.plan([0, 1], np.empty((2, 0)), np.zeros(2, dtype=int)).lens.tolist() == [0, 0]
+
+
+def test_modes_and_the_missing_table(caplog):
+    table = curve([1.0, 0.5])
+    assert isinstance(make_policy("static"), StaticPolicy)
+    assert isinstance(make_policy("static", threshold=0.3), ThresholdPolicy)
+    assert isinstance(make_policy("sync", table), SyncPolicy) and isinstance(make_policy("async", table), AsyncPolicy)
+    for mode in ("sync", "async"):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            policy = make_policy(mode)
+        assert "every draft is verified" in caplog.text
+        assert policy.plan([0], None, np.array([4])).lens.tolist() == [4], "nothing is trimmed"
+    with pytest.raises(ValueError, match="'sometimes'"):
+        make_policy("sometimes")
+    with pytest.raises(ValueError, match="0.5"):
+        make_policy("sync", table, threshold=0.5)
+    for policy in (SyncPolicy(table), AsyncPolicy(table), ThresholdPolicy(0.5)):
+        with pytest.raises(ValueError, match="no confidence head"):
+            policy.plan([0], None, np.array([4]))
+
+
+def test_confidence_is_the_logistic_function():
+    z = np.array([[-800.0, -2.0, 0.0, 3.0, 800.0]])
+    with np.errstate(over="ignore"):
+        assert np.abs(conditional(z) - 1 / (1 + np.exp(-z))).max() < 1e-15
+        halved = conditional(z, np.array([1.0, 2.0, 4.0, 0.5, 1.0]))
+    assert np.abs(halved - 1 / (1 + np.exp(-np.clip([-800, -1, 0, 6, 800], -700, None)))).max() < 1e-15
