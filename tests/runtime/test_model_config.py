@@ -153,6 +153,15 @@ def test_released_configs(name, kinds, num_layers):
     assert config.quantization.block_shape == (128, 128) and config.expert_dtype == "fp4"
 
 
+@pytest.mark.parametrize("name", ["flash", "pro"])
+def test_what_transformers_saves_means_the_same(tmp_path, name):
+    library = pytest.importorskip("transformers.models.deepseek_v4.configuration_deepseek_v4")
+    text = (DATA / f"{name}.json").read_text()
+    library.DeepseekV4Config(**json.loads(text)).save_pretrained(tmp_path)
+    assert "compress_ratios" not in (tmp_path / "config.json").read_text()
+    assert load_model_config(tmp_path) == ModelConfig.from_dict(json.loads(text))
+
+
 def test_end_of_sequence_ids_come_from_both_files():
     assert load_model_config(bundled_model()).eos_token_ids == (1, 4)
     assert ModelConfig.from_dict(changed(eos_token_id=[5, 1]), {"eos_token_id": [1, 7]}).eos_token_ids == (5, 1, 7)

@@ -126,6 +126,14 @@ def test_bundled_model():
     assert (folder / "licenses" / "python3.12.txt").is_file() and (folder / "README.md").is_file()
 
 
+def test_bundled_files_are_unchanged(shared):
+    for origin, copy in (("v4-tiny", bundled_model()), ("licenses", bundled_model() / "licenses")):
+        files = [path for path in (shared / "models" / origin).iterdir() if path.is_file()]
+        assert len(files) >= 7
+        for path in files:
+            assert (copy / path.name).read_bytes() == path.read_bytes(), path.name
+
+
 @pytest.mark.parametrize(
     "case", ["sliding_only", "csa_only", "hca_only", "mixed_hash", "mixed_yarn", "softmax_router", "orig_names"]
 )
