@@ -2,8 +2,8 @@
 
 Replicated over the tensor ranks of a stage: norms, residual mixes, query and key down-projections, compressors, the
 indexer, routers. Cut over attn_tp: query up-projection, sinks, output projections. Routed experts: whole over ep, by
-width over moe_tp; the shared expert by width over tp. Embedding and head: by vocabulary over tp. A draft is laid out
-like a layer, on the ranks of the last pipeline stage.
+width over moe_tp; the shared expert by width over tp. Embedding and head: by vocabulary over attn_tp, since
+data-parallel ranks have different tokens. A draft is laid out like a layer, on the ranks of the last pipeline stage.
 """
 
 from __future__ import annotations
@@ -68,8 +68,9 @@ def rank_weights(config: ModelConfig, topology: Topology, itemsize: int, *, with
         even[stage, spec.role] += stored_bytes(name, spec, itemsize) // _shares(name, topology)
     result = []
     for rank in range(topology.world):
-        stage, tp_rank = divmod(rank, topology.tp)
-        shard = vocab_shard(config.vocab_size, topology.tp, tp_rank)
+        coords = topology.coords(rank)
+        stage = coords.pp
+        shard = vocab_shard(config.vocab_size, topology.attn_tp, coords.attn_tp)
         rows = (shard.stop - shard.start) * config.hidden_size * itemsize
         tables = (stage == 0) + (stage == last)
         result.append(RankWeights(even[stage, "target"] + tables * rows, even[stage, "draft"]))
