@@ -241,21 +241,13 @@ def teacher_forced_logits(base_logits: Tensor, hidden: Tensor, prev: Tensor, hea
     return base + stacked @ head.weights["markov_w2.weight"].T
 
 
-def make_markov_head(kind: str, weights: Mapping[str, Tensor]) -> MarkovHead:
+def make_markov_head(kind: str, weights: Mapping[str, Tensor], hidden_size: int) -> MarkovHead:
     """The head of ``kind`` on given weights (see its ``shapes``), which may require gradients.
 
     Raises ``ValueError`` for an unknown kind, a missing, unexpected or misshapen weight.
     """
     cls = _head_class(kind)
-    if "markov_w1.weight" not in weights:
-        raise ValueError(f"the {kind} Markov head has no weight markov_w1.weight")
-    vocab_size, rank = weights["markov_w1.weight"].shape
-    for name, other in (("gate_proj.weight", rank), ("joint_proj.weight", 2 * rank)):
-        if name in weights:
-            hidden_size = weights[name].shape[1] - other
-            break
-    else:
-        hidden_size = 0
+    vocab_size, rank = weights["markov_w1.weight"].shape if "markov_w1.weight" in weights else (0, 0)
     shapes = cls.shapes(vocab_size, rank, hidden_size)
     for name in sorted(set(shapes) ^ set(weights)):
         what = "is missing" if name in shapes else "does not belong to it"
@@ -267,16 +259,12 @@ def make_markov_head(kind: str, weights: Mapping[str, Tensor]) -> MarkovHead:
 
 
 def load_markov_head(
-    kind: str,
-    source: ParamSource,
-    embed: str = "markov_w1",
-    output: str = "markov_w2",
-    dtype: torch.dtype | None = None,
+    kind: str, source: ParamSource, hidden_size: int, embed: str = "markov_w1", output: str = "markov_w2"
 ) -> MarkovHead:
-    """The head of ``kind`` below ``source``; ``embed`` and ``output`` are the checkpoint's names of W1 and W2."""
+    """The head of ``kind`` from the names below ``source``; ``embed`` and ``output`` are the file's names of W1, W2."""
     renamed = {"markov_w1.weight": f"{embed}.weight", "markov_w2.weight": f"{output}.weight"}
     names = _head_class(kind).shapes(0, 0, 0)
-    return make_markov_head(kind, {name: source.take(renamed.get(name, name), dtype=dtype) for name in names})
+    return make_markov_head(kind, {name: source.take(renamed.get(name, name)) for name in names}, hidden_size)
 
 
 def load_confidence_head(source: ParamSource, has_bias: bool) -> ConfidenceHead:
