@@ -103,7 +103,7 @@ class BlockDraft:
         if not self.draft.markov_rank:
             return None
         weights = scoped(self.weights, self.last + MARKOV_PREFIX)
-        return make_markov_head(self.draft.markov_head_type, weights)
+        return make_markov_head(self.draft.markov_head_type, weights, self.config.hidden_size)
 
     def confidence_head(self) -> ConfidenceHead | None:
         """The confidence head on the current weights, or ``None``."""

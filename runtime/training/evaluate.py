@@ -21,8 +21,8 @@ Drafts = Callable[[Batch], tuple[Tensor, Tensor]]
 class PlaceSums(NamedTuple):
     """Sums over blocks, each [γ].
 
-    ``places``: valid ones. ``greedy``: blocks whose first k choices are all the target's. ``expected``: chances that the
-    first k sampled drafts are all accepted. ``overlap``: Σ min(p, q) of the place alone.
+    ``places``: valid ones. ``greedy``: blocks whose first k choices are all the target's. ``expected``: chances that
+    the first k sampled drafts are all accepted. ``overlap``: Σ min(p, q) of the place alone.
     """
 
     places: Tensor

@@ -114,9 +114,13 @@ def write_shard(
     os.replace(partial, path)
 
 
-def is_complete(folder: pathlib.Path, num_shards: int) -> bool:
-    """Whether all shards are there."""
-    return all((folder / _shard_name(shard, num_shards)).is_file() for shard in range(num_shards))
+def find_shards(folder: pathlib.Path) -> int | None:
+    """Of how many shards the cache in ``folder`` consists, if all are there."""
+    for first in sorted(folder.glob("states-00001-of-*.safetensors")):
+        num_shards = int(first.stem.rsplit("-", 1)[1])
+        if all((folder / _shard_name(shard, num_shards)).is_file() for shard in range(num_shards)):
+            return num_shards
+    return None
 
 
 def read_shards(folder: pathlib.Path, num_shards: int, dtype: torch.dtype | None = None) -> HiddenData:

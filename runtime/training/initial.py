@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from ...layers.draft_heads import init_markov_weights
-from ..checkpoint import CheckpointReader, expected_tensors
+from ...layers.params import ParamSource
+from ..checkpoint import expected_tensors
 from ..model_config import ModelConfig
 
 
 def initial_weights(
-    config: ModelConfig, reader: CheckpointReader, generator: torch.Generator, device: torch.device
+    config: ModelConfig, source: ParamSource, generator: torch.Generator, device: torch.device
 ) -> dict[str, Tensor]:
     """Float32 draft weights by canonical name for the draft that ``config`` announces; all but router biases require
     gradients.
@@ -28,7 +29,7 @@ def initial_weights(
         stage, rest = name.removeprefix("mtp.").split(".", 1)
         layers = config.dspark.target_layer_ids if config.dspark is not None else (config.num_layers - 1,)
         layer = layers[min(int(stage), len(layers) - 1)]
-        weights[name] = _start(rest, spec.shape, layer, reader, generator)
+        weights[name] = _start(rest, spec.shape, layer, config.num_experts, source, generator)
     if config.dspark is not None and config.dspark.markov_rank:
         draft, prefix = config.dspark, f"mtp.{config.num_draft_stages - 1}.markov_head."
         fresh = init_markov_weights(
@@ -46,7 +47,7 @@ def eagle_weights(
     config: ModelConfig,
     num_experts: int,
     num_layers_read: int,
-    reader: CheckpointReader,
+    source: ParamSource,
     generator: torch.Generator,
     device: torch.device,
 ) -> dict[str, Tensor]:
@@ -62,9 +63,9 @@ def eagle_weights(
     weights = {}
     for name, spec in expected_tensors(sized).items():
         if spec.role == "draft" and spec.copy_of is None and not name.endswith(("e_proj.weight", "h_proj.weight")):
-            weights[name] = _start(name.removeprefix(prefix), spec.shape, layer, reader, generator)
+            weights[name] = _start(name.removeprefix(prefix), spec.shape, layer, config.num_experts, source, generator)
     weights[prefix + "fc.weight"] = _start(
-        "main_proj.weight", (hidden, num_layers_read * hidden), layer, reader, generator
+        "main_proj.weight", (hidden, num_layers_read * hidden), layer, config.num_experts, source, generator
     )
     weights[prefix + "in_proj.weight"] = torch.empty(hidden, 2 * hidden).normal_(std=0.02, generator=generator)
     return {
@@ -74,9 +75,9 @@ def eagle_weights(
 
 
 def _start(
-    name: str, shape: tuple[int, ...], layer: int, reader: CheckpointReader, generator: torch.Generator
+    name: str, shape: tuple[int, ...], layer: int, num_experts: int, source: ParamSource, generator: torch.Generator
 ) -> Tensor:
-    """The first value of the tensor ``name`` below its stage."""
+    """The first value of the tensor ``name`` below its stage; the target's ``layer`` has ``num_experts``."""
     if name == "ffn.gate.bias" or name.startswith(("confidence_head.", "markov_head.")):
         return torch.zeros(shape)
     if name in ("main_norm.weight", "enorm.weight", "hnorm.weight"):
@@ -86,14 +87,14 @@ def _start(
         mean = torch.eye(shape[0]).repeat(1, num_parts) / num_parts
         return mean + torch.empty(shape).normal_(std=0.02, generator=generator)
     if name == "norm.weight" or name.startswith("hc_head_"):
-        return reader.take(name, dtype=torch.float32)
-    source = f"layers.{layer}.{name}"
+        return source.take(name, dtype=torch.float32)
+    original = f"layers.{layer}.{name}"
     if name == "ffn.gate.weight":
-        rows = reader.take(source, dtype=torch.float32)
+        rows = source.take(original, dtype=torch.float32)
         if shape[0] <= rows.shape[0]:
             return rows[: shape[0]].contiguous()
         return torch.empty(shape).normal_(std=float(rows.std()), generator=generator)
-    if source not in reader:
-        peer = reader.take(f"layers.{layer}.ffn.experts.0.{name.rsplit('.', 2)[1]}.weight", dtype=torch.float32)
+    if name.startswith("ffn.experts.") and int(name.split(".")[2]) >= num_experts:
+        peer = source.take(f"layers.{layer}.ffn.experts.0.{name.rsplit('.', 2)[1]}.weight", dtype=torch.float32)
         return torch.empty(shape).normal_(std=float(peer.std()), generator=generator)
-    return reader.take(source, dtype=torch.float32)
+    return source.take(original, dtype=torch.float32)

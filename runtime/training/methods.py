@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
+from ...layers.params import ParamSource
 from ...layers.rope import build_rope_table
-from ..checkpoint import CheckpointReader
 from ..model_config import DSparkConfig, ModelConfig
 from .batches import Batch
 from .block_draft import BlockDraft, FrozenEnds
@@ -164,15 +164,20 @@ class EagleMethod:
 
 @dataclass(frozen=True)
 class Method:
-    """One entry of :data:`METHODS`: ``feature`` and ``layers`` say what the target's states must hold."""
+    """One entry of :data:`METHODS`.
+
+    ``feature`` and ``layers`` say what the target's states must hold, ``default_layers`` which layers are read unless
+    the user says.
+    """
 
     feature: FeatureKind
+    default_layers: Callable[[ModelConfig], tuple[int, ...]]
     layers: Callable[[Recipe, ModelConfig], tuple[int, ...]]
-    build: Callable[[Recipe, ModelConfig, CheckpointReader, torch.Generator, torch.device], Draft]
+    build: Callable[[Recipe, ModelConfig, ParamSource, torch.Generator, torch.device], Draft]
 
 
-def _frozen(reader: CheckpointReader, device: torch.device) -> FrozenEnds:
-    take = reader.take
+def _frozen(source: ParamSource, device: torch.device) -> FrozenEnds:
+    take = source.take
     return FrozenEnds(*(take(f"{name}.weight", dtype=torch.float32).to(device) for name in ("embed", "head")))
 
 
@@ -181,7 +186,7 @@ def _rope(config: ModelConfig, device: torch.device):
     return build_rope_table(config.rope_dim, config.main_rope.theta, config.max_position_embeddings + 64, None, device)
 
 
-def _block(config: ModelConfig, recipe: Recipe, reader, generator, device, *, heads: bool) -> BlockMethod:
+def _block(config: ModelConfig, recipe: Recipe, source, generator, device, *, heads: bool) -> BlockMethod:
     rank = recipe.markov_rank if heads else 0
     confidence = recipe.confidence and heads
     draft = DSparkConfig(
@@ -197,30 +202,30 @@ def _block(config: ModelConfig, recipe: Recipe, reader, generator, device, *, he
         sample_from_anchor=True,
     )
     announced = dataclasses.replace(config, dspark=draft, num_nextn_predict_layers=0)
-    weights = initial_weights(announced, reader, generator, device)
-    model = BlockDraft(announced, weights, _frozen(reader, device), _rope(config, device))
+    weights = initial_weights(announced, source, generator, device)
+    model = BlockDraft(announced, weights, _frozen(source, device), _rope(config, device))
     return BlockMethod(model, recipe.factors if heads else LossWeights(1.0, 0.0, 0.0), recipe.decay_gamma)
 
 
-def _dspark(recipe, config, reader, generator, device) -> BlockMethod:
-    return _block(config, recipe, reader, generator, device, heads=True)
+def _dspark(recipe, config, source, generator, device) -> BlockMethod:
+    return _block(config, recipe, source, generator, device, heads=True)
 
 
-def _dflash(recipe, config, reader, generator, device) -> BlockMethod:
-    return _block(config, recipe, reader, generator, device, heads=False)
+def _dflash(recipe, config, source, generator, device) -> BlockMethod:
+    return _block(config, recipe, source, generator, device, heads=False)
 
 
-def _mtp(recipe, config, reader, generator, device) -> MtpMethod:
+def _mtp(recipe, config, source, generator, device) -> MtpMethod:
     announced = dataclasses.replace(config, dspark=None, num_nextn_predict_layers=1)
-    weights = initial_weights(announced, reader, generator, device)
-    model = ChainDraft(announced, weights, _frozen(reader, device), _rope(config, device), MtpFusion(config))
+    weights = initial_weights(announced, source, generator, device)
+    model = ChainDraft(announced, weights, _frozen(source, device), _rope(config, device), MtpFusion(config))
     return MtpMethod(model, recipe.gamma)
 
 
-def _eagle3(recipe, config, reader, generator, device) -> EagleMethod:
+def _eagle3(recipe, config, source, generator, device) -> EagleMethod:
     plain = dataclasses.replace(config, dspark=None, num_nextn_predict_layers=1)
-    weights = eagle_weights(plain, recipe.num_experts, len(recipe.target_layer_ids), reader, generator, device)
-    ends, rope = _frozen(reader, device), _rope(config, device)
+    weights = eagle_weights(plain, recipe.num_experts, len(recipe.target_layer_ids), source, generator, device)
+    ends, rope = _frozen(source, device), _rope(config, device)
     model = ChainDraft(plain, weights, ends, rope, EagleFusion(config), recipe.num_experts, recipe.top_k)
     return EagleMethod(model, recipe)
 
@@ -229,13 +234,18 @@ def _chosen(recipe: Recipe, config: ModelConfig) -> tuple[int, ...]:
     return recipe.target_layer_ids
 
 
-def _last(recipe: Recipe, config: ModelConfig) -> tuple[int, ...]:
+def _last(config: ModelConfig) -> tuple[int, ...]:
     return (config.num_layers - 1,)
 
 
+def _spread(config: ModelConfig) -> tuple[int, ...]:
+    """A low, a middle and the last layer, fewer in a shallow target."""
+    return tuple(sorted({min(1, config.num_layers - 1), config.num_layers // 2, config.num_layers - 1}))
+
+
 METHODS: dict[str, Method] = {
-    "dspark": Method("mean", _chosen, _dspark),
-    "dflash": Method("mean", _chosen, _dflash),
-    "mtp": Method("streams", _last, _mtp),
-    "eagle3": Method("mean", _chosen, _eagle3),
+    "dspark": Method("mean", _last, _chosen, _dspark),
+    "dflash": Method("mean", _last, _chosen, _dflash),
+    "mtp": Method("streams", _last, lambda recipe, config: _last(config), _mtp),
+    "eagle3": Method("mean", _spread, _chosen, _eagle3),
 }

@@ -6,7 +6,7 @@ Legend: T tokens, D hidden width, m target layers that the draft reads.
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -105,38 +105,37 @@ class FrozenTarget:
     def continue_prompts(
         self,
         prompts: Sequence[tuple[int, ...]],
+        keys: Sequence[int],
         temperatures: Sequence[float],
         max_new_tokens: int,
         progress: Callable[[int], None] | None = None,
     ) -> list[tuple[int, ...]]:
         """What the target says after each prompt (without it), up to its end-of-sequence token or ``max_new_tokens``.
 
-        Prompt i is continued at ``temperatures[i % len]``; 0 is greedy. ``progress`` is told new tokens.
+        A prompt's key (unique) names its random numbers and picks its temperature, ``temperatures[key % len]``; 0 is
+        greedy. ``progress`` is told new tokens.
         """
-        engine = self._engine
-        for index, prompt in enumerate(prompts):
-            temperature = temperatures[index % len(temperatures)]
+        names = [f"train-{key}" for key in keys]
+        for arrival, (name, key, prompt) in enumerate(zip(names, keys, prompts)):
+            temperature = temperatures[key % len(temperatures)]
             params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature)
-            engine.add(Request(f"train-{index}", prompt, params, index))
-        result: dict[str, list[int]] = {f"train-{index}": [] for index in range(len(prompts))}
-        while engine.has_work():
-            events = engine.step()
+            self._engine.add(Request(name, prompt, params, arrival))
+        result: dict[str, list[int]] = {name: [] for name in names}
+        while self._engine.has_work():
+            events = self._engine.step()
             for event in events:
                 result[event.request_id] += event.token_ids
             if progress is not None:
                 progress(sum(len(event.token_ids) for event in events))
-        return [tuple(result[f"train-{index}"]) for index in range(len(prompts))]
+        return [tuple(result[name]) for name in names]
 
 
-def prompts_of(sequences: Iterable[np.ndarray], turn_id: int | None, rng: np.random.Generator) -> list[tuple[int, ...]]:
-    """A prompt cut from each sequence: up to and including one of its ``turn_id`` tokens (such as ``<|assistant|>``),
-    or, without one, its first 16 to 64 tokens, never more than half of it."""
-    prompts = []
-    for ids in sequences:
-        turns = np.flatnonzero(ids == turn_id) if turn_id is not None else ()
-        if len(turns):
-            stop = int(turns[rng.integers(len(turns))]) + 1
-        else:
-            stop = min(int(rng.integers(16, 65)), max(len(ids) // 2, 2))
-        prompts.append(tuple(ids[:stop].tolist()))
-    return prompts
+def cut_prompt(ids: np.ndarray, turn_id: int | None, rng: np.random.Generator) -> tuple[int, ...]:
+    """A prompt from a sequence: up to and including one of its ``turn_id`` tokens (such as ``<|assistant|>``), or,
+    without one, its first 16 to 64 tokens, never more than half of it."""
+    turns = np.flatnonzero(ids == turn_id) if turn_id is not None else ()
+    if len(turns):
+        stop = int(turns[rng.integers(len(turns))]) + 1
+    else:
+        stop = min(int(rng.integers(16, 65)), max(len(ids) // 2, 2))
+    return tuple(ids[:stop].tolist())

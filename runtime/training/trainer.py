@@ -219,7 +219,16 @@ class Trainer:
                         key: value if key == "step" else value.to(self.device) for key, value in state.items()
                     }
         self.step = int(metadata["step"])
+        self._forget_later_lines()
         return True
+
+    def _forget_later_lines(self) -> None:
+        """Drop what the log says about steps that will be taken again."""
+        path = self._folder / LOG_NAME
+        if self.is_first and path.is_file():
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= self.step]
+            path.write_text("".join(kept), encoding="utf-8")
 
 
 def run_identity(options: TrainOptions, *facts: object) -> str:
