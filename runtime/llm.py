@@ -55,6 +55,7 @@ class LLM:
             return Topology.make(world, tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, moe_dp=moe_dp, nodes=nodes)
 
         self._session = Session.open(EngineConfig(model=model, **options), make_topology, progress)
+        self._session.warm_up()
         self._count = itertools.count()
 
     @property

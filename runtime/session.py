@@ -12,10 +12,12 @@ from ..parallel.launch import Process, detect, init
 from ..parallel.topology import Topology
 from .checkpoint import bundled_model
 from .detokenize import TextTracker
+from .drive import drive
 from .engine import Engine
 from .engine_config import EngineConfig, check_supported, resolve
 from .model_config import load_model_config
 from .progress import ProgressFactory, silent
+from .request import Request, SamplingParams
 from .share import all_or_none
 from .tokenizer import Tokenizer
 
@@ -113,6 +115,15 @@ class Session:
         if self.tokenizer is None:
             raise ValueError(f"{self.config.model} has no tokenizer.json: give token_ids instead of a prompt")
         return self.tokenizer.encode(text)
+
+    def warm_up(self) -> None:
+        """Run a few tokens, so that kernels are compiled before anything is timed. Collective over the job."""
+        num_prompt = min(8, self.max_context - 1)
+        request = Request("warm-up", (0,) * num_prompt, SamplingParams(max_new_tokens=3, ignore_eos=True))
+        if self.text is not None:
+            self.text.add(request.request_id, request.params)
+        for _ in drive(self.engine, [request], self.text):
+            pass
 
     def close(self) -> None:
         """Leave the job."""

@@ -88,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
         from_first(prepare, session.world)
         requests = share_requests(inputs.requests, session.world)
         with running():
+            session.warm_up()
             if not session.is_first:
                 for _ in drive(session.engine, requests, None):
                     pass

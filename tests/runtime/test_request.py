@@ -163,9 +163,6 @@ def test_what_is_not_built_is_refused_in_one_place():
         (EngineConfig(overlap="tbo"), Topology(), "--overlap tbo"),
         (EngineConfig(dispatcher="normal"), Topology(), "--dispatcher normal"),
         (EngineConfig(), Topology(pp=2), "--pp 2"),
-        (EngineConfig(), Topology(tp=4, dp=2), "--dp 2"),
-        (EngineConfig(), Topology(tp=4, cp=2), "--cp 2"),
-        (EngineConfig(), Topology(tp=4, ep=4), "--ep 4"),
     ]:
         with pytest.raises(ValueError, match=f"^{option} is not available yet in this version; "):
             check_supported(config, topology)
