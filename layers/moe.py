@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..comm.collectives import start_all_reduce
+from ..comm.dp_attention import TokenExchange
 from ..parallel.groups import Group
 from .kernels import Kernels
 from .kernels.moe import Routing
@@ -101,24 +101,31 @@ class SharedExpert:
 
 
 class MoE:
-    """Router, routed experts and shared expert on the rows of the whole ``group`` (which moe_ep x moe_tp spans)."""
+    """Router, routed experts and shared expert on the rows of the whole tp ``group`` (which moe_ep x moe_tp spans)."""
 
     def __init__(
         self, source: Scope, sizes: MoESizes, group: Group, moe_ep: Group, moe_tp: Group, kernels: Kernels, layer: int
     ) -> None:
-        self._group, self._layer = group, layer
+        self._layer = layer
         self._router = Router(source.scope("gate"), sizes, kernels)
         self._experts = Experts(source.scope("experts"), sizes, moe_ep, moe_tp, kernels)
         self._shared = SharedExpert(source.scope("shared_experts"), sizes, group, kernels)
 
-    def stages(self, x: torch.Tensor, ids: torch.Tensor, probe: Probe) -> Generator[None, None, torch.Tensor]:
-        """Normed rows ``x`` [T, D], token ids [T] -> [T, D], summed over the group. Collective; yields once, while that
-        sum is in flight."""
+    def stages(
+        self, x: torch.Tensor, ids: torch.Tensor, exchange: TokenExchange, probe: Probe
+    ) -> Generator[None, None, torch.Tensor]:
+        """Normed rows ``x`` [T, D] of this rank and the token ids [M] of all rows -> [T, D], summed over the group.
+
+        Collective; yields once, while that sum is in flight.
+        """
+        x = exchange.gather(x)
         routing = self._router(x, ids)
+        if exchange.real is not None:
+            routing = Routing(torch.where(exchange.real.unsqueeze(1), routing.experts, -1), routing.weights)
         probe("experts", self._layer, routing.experts)
         probe("expert_weights", self._layer, routing.weights)
-        pending = start_all_reduce(self._experts(x, routing) + self._shared(x), self._group)
+        finish = exchange.start_scatter_sum(self._experts(x, routing) + self._shared(x))
         yield
-        out = pending.wait()
+        out = finish()
         probe("moe_out", self._layer, out)
         return out

@@ -113,7 +113,7 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """Every group this rank belongs to; the axes are those of :class:`Topology`.
+    """Every group this rank belongs to; the axes are those of :class:`Topology`, and what its attention axes form.
 
     A group equal to the whole tp block is the tp object itself; other groups with equal rank lists are different
     objects (each with its own traffic counter) on one process group.
@@ -129,13 +129,16 @@ class Groups:
     moe_ep: Group
     moe_tp: Group
     moe_dp: Group
+    attn_block: Group
+    attn_rows: Group
 
     @classmethod
     def single(cls, rank: int = 0) -> Groups:
         """The groups of a model that one rank runs alone, without torch.distributed."""
         group = Group.alone("tp", rank)
-        alone = {axis: Group.alone(axis, rank) for axis in ("world", "pp", "attn_dp")}
-        return cls(topology=Topology(), **{axis: alone.get(axis, group) for axis in ("world", *AXES)})
+        alone = {axis: Group.alone(axis, rank) for axis in ("world", "pp", "attn_dp", "attn_rows")}
+        names = ("world", *AXES, "attn_block", "attn_rows")
+        return cls(topology=Topology(), **{axis: alone.get(axis, group) for axis in names})
 
     @classmethod
     def build(cls, topology: Topology, rank: int, *, timeout: datetime.timedelta | None = None) -> Groups:
@@ -156,8 +159,9 @@ class Groups:
             )
         everyone = tuple(range(topology.world))
         pgs: dict[tuple[int, ...], dist.ProcessGroup] = {everyone: dist.group.WORLD}
-        for axis in AXES:
-            for ranks in topology.groups[axis]:
+        lists = topology.groups | topology.attention_groups
+        for axis, rank_lists in lists.items():
+            for ranks in rank_lists:
                 if len(ranks) > 1 and ranks not in pgs:
                     pgs[ranks] = dist.new_group(list(ranks), timeout=timeout, group_desc=axis)
         here = topology.node(rank)
@@ -168,12 +172,16 @@ class Groups:
 
         own = {axis: group(axis, topology.group_of(axis, rank)) for axis in AXES if topology.alias(axis) == axis}
         members = {axis: own[topology.alias(axis)] for axis in AXES}
+        for axis, rank_lists in topology.attention_groups.items():
+            ranks = next(ranks for ranks in rank_lists if rank in ranks)
+            same = next((member for member in (members["tp"], members["attn_tp"]) if member.ranks == ranks), None)
+            members[axis] = same or group(axis, ranks)
         return cls(topology=topology, world=group("world", everyone), **members)
 
     def __iter__(self) -> Iterator[Group]:
         """Each distinct group object once, the world first."""
         seen: dict[int, Group] = {}
-        for name in ("world", *AXES):
+        for name in ("world", *AXES, "attn_block", "attn_rows"):
             group: Group = getattr(self, name)
             seen.setdefault(id(group), group)
         return iter(seen.values())

@@ -199,6 +199,18 @@ class Topology:
             groups["moe_dp"] = groups["attn_cp"]
         return groups
 
+    @cached_property
+    def attention_groups(self) -> dict[str, RankLists]:
+        """Rank lists of what attention axes form together.
+
+        ``attn_block``: the ranks of one attention DP rank (cp x attn_tp), which share requests. ``attn_rows``: ranks
+        with the same attn_tp index (dp x cp), which hold different token rows; in order of (dp, cp).
+        """
+        return {
+            "attn_block": self._lists(1, self.cp * self.attn_tp),
+            "attn_rows": self._lists(self.attn_tp, self.dp * self.cp),
+        }
+
     def _lists(self, stride: int, width: int) -> RankLists:
         """Lists of ``width`` ranks, ``stride`` apart, of every tp block, in the order of their first ranks."""
         period = stride * width

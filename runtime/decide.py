@@ -9,15 +9,15 @@ Legend: R requests that get tokens, γ drafts a block, T packed rows, V vocabula
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from ..layers.draft_heads import DraftBlock, Pick
+from .outcome import COMPLETED, Outcome, table_width, to_table, to_verdict, write_logprobs
 from .random import Purpose, uniforms
-from .request import TokenLogprob
 from .sampling import SamplingRows, greedy_ids, log_probs, target_probs
 from .sequence import RequestState
 from .spec.block_verify import verify_blocks
@@ -25,7 +25,7 @@ from .spec.confidence import conditional
 from .spec.picks import SampledPick, greedy_pick
 from .spec.rows import PackedRows
 from .spec.schedule import VerifyPolicy
-from .spec.verdict import Verdict, cut
+from .spec.verdict import cut
 from .spec.verify import verify_greedy, verify_tokens
 
 
@@ -93,12 +93,15 @@ class Decider:
         return Drafted(block.tokens.cpu().numpy(), plan.lens, probs)
 
     def judge(
-        self, states: Sequence[RequestState], logits: torch.Tensor, drafted: Drafted
-    ) -> tuple[Verdict, list[tuple[TokenLogprob, ...]]]:
-        """The verdict on a step from the target's ``logits`` [T, V], and the log-probabilities that were asked for.
+        self, states: Sequence[RequestState], num_decoding: int, logits: torch.Tensor, drafted: Drafted
+    ) -> torch.Tensor:
+        """The outcomes of a step (see :func:`.outcome.to_table`) from the target's ``logits`` [T, V].
 
+        The first ``num_decoding`` of ``states`` verified drafts. Requests end at stop ids and length limits here.
         Raises ``FloatingPointError`` if a row has no law to choose from.
         """
+        if not states:
+            return torch.empty((0, table_width(self._gamma)), dtype=torch.int64)
         rows = PackedRows.from_lens(drafted.lens, self._gamma)
         params = [state.request.params for state in states]
         ids = greedy_ids(logits)
@@ -110,32 +113,42 @@ class Decider:
             coins = _block_uniforms(states, self._gamma, Purpose.ACCEPT)
             final = _block_uniforms(states, 1, Purpose.TARGET)[:, 0]
             verdict = self._verify(rows, probs, drafted.drafts, coins, final, drafted.probs)
-        verdict = self._cut(states, verdict)
-        return verdict, self._logprobs(states, rows, logits, verdict)
+        verdict = cut(verdict, [state.num_left for state in states], [state.stops for state in states])
+        proposed = self._gamma if drafted.lens.any() else 0
+        counts = [proposed] * num_decoding + [COMPLETED] * (len(states) - num_decoding)
+        return to_table([state.number for state in states], counts, verdict)
 
-    def _cut(self, states: Sequence[RequestState], verdict: Verdict) -> Verdict:
-        remaining, stops = [state.num_left for state in states], [state.stops for state in states]
-        ended = cut(verdict, remaining, stops)
+    def end_at_strings(self, states: Mapping[int, RequestState], table: torch.Tensor) -> torch.Tensor:
+        """``table`` with requests ended where their tokens complete a stop string. The first rank's last word."""
         if self._text is None:
-            return ended
-        places = []
-        for state, tokens in zip(states, ended.token_lists()):
-            kept = self._text.push(state.request.request_id, tokens)
-            places.append(None if kept is None else kept - 1)
-        return ended if all(place is None for place in places) else cut(verdict, remaining, stops, places)
+            return table
+        rows = [Outcome.from_row(row) for row in table.tolist()]
+        owners = [states[row.number] for row in rows]
+        kept = [self._text.push(state.request.request_id, row.tokens) for state, row in zip(owners, rows)]
+        if all(count is None for count in kept):
+            return table
+        places = [None if count is None else count - 1 for count in kept]
+        verdict = cut(to_verdict(table), [s.num_left for s in owners], [s.stops for s in owners], places)
+        ended = to_table([row.number for row in rows], [row.drafted for row in rows], verdict)
+        return ended.to(table.device)
 
-    def _logprobs(
-        self, states: Sequence[RequestState], rows: PackedRows, logits: torch.Tensor, verdict: Verdict
-    ) -> list[tuple[TokenLogprob, ...]]:
+    def logprobs(
+        self,
+        states: Sequence[RequestState],
+        tokens: Sequence[Sequence[int]],
+        logits: torch.Tensor,
+        drafted: Drafted,
+        num_top: int,
+    ) -> torch.Tensor:
+        """Log-probabilities of the emitted ``tokens``, the target's, see :func:`.outcome.write_logprobs`."""
+        emitted = np.array([len(block) for block in tokens], dtype=np.int64)
+        rows = PackedRows.from_lens(drafted.lens, self._gamma)
+        at = torch.from_numpy(rows.emitted_rows(emitted)).to(logits.device)
+        ids = torch.tensor([token for block in tokens for token in block], dtype=torch.int64, device=logits.device)
         asked = [state.request.params.logprobs for state in states]
-        if all(count is None for count in asked):
-            return [()] * len(states)
-        emitted = verdict.emitted.tolist()
-        at = torch.from_numpy(rows.emitted_rows(verdict.emitted)).to(logits.device)
-        tokens = torch.tensor([t for block in verdict.token_lists() for t in block], device=logits.device)
-        num_top = [count for count, times in zip(asked, emitted) for _ in range(times)]
-        found = iter(log_probs(logits[at], tokens, num_top))
-        return [tuple(one for one in (next(found) for _ in range(times)) if one is not None) for times in emitted]
+        found = iter(log_probs(logits[at], ids, [n for n, times in zip(asked, emitted) for _ in range(times)]))
+        blocks = [[one for one in (next(found) for _ in range(times)) if one is not None] for times in emitted]
+        return write_logprobs(blocks, self._gamma, num_top)
 
 
 def _block_uniforms(states: Sequence[RequestState], width: int, purpose: Purpose) -> np.ndarray:

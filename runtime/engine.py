@@ -1,14 +1,17 @@
 """The loop: plan a step, draft, choose how much is verified, run the model, judge, apply.
 
-Every rank makes the same calls with the same requests. Only the first rank of the tensor group decides drafts, verified
-lengths, tokens and where requests end; the others receive its decisions as integer tensors whose shapes they know, so
-no rank can disagree about a length. Prefill chunks, plain decoding and verification are rows of one step.
+Every rank makes the same calls with the same requests. A request lives on one attention DP rank; all ranks know where,
+and learn what became of it. The first rank of an attention block decides drafts, verified lengths and tokens for its
+requests, and the first rank of the tensor group, which alone knows stop strings, has the last word; decisions travel as
+integer tensors whose shapes are known, so no rank can disagree about a length. Prefill chunks, plain decoding and
+verification are rows of one step, and a rank without rows runs every stage.
 
 Legend: R requests that get tokens in a step, γ drafts a block, T rows, V vocabulary.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -18,6 +21,7 @@ from ..comm.collectives import broadcast
 from ..layers.kernels import choose
 from ..layers.params import OnDevice
 from ..parallel.groups import Groups
+from .agreement import Agreement, Shapes, split_rows
 from .cache import Cache, CacheLayout
 from .checkpoint import CheckpointReader
 from .decide import Decider, Drafted, StopStrings
@@ -26,14 +30,14 @@ from .draft.base import DraftRoom
 from .engine_config import EngineConfig
 from .model_config import ModelConfig, load_model_config
 from .models.deepseek_v4 import DeepseekV4, attention_sizes
-from .request import FinishReason, Request, TokenEvent
+from .outcome import Outcome, read_logprobs, table_width
+from .request import FinishReason, Request, TokenEvent, TokenLogprob
 from .scheduler import Scheduler, StepPlan
 from .sequence import RequestState
 from .spec.rows import BlockPlan
 from .spec.schedule import StaticPolicy, make_policy
 from .spec.sps import load_table
 from .spec.sts import load_temperatures
-from .spec.verdict import NUM_FIELDS, Verdict
 from .step import Span, Step, build_step
 
 REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length")  # by Verdict.finish
@@ -52,9 +56,13 @@ class Engine:
         text: StopStrings | None = None,
     ) -> None:
         self.model, self.drafter, self.cache, self.config, self.groups = model, drafter, cache, config, groups
+        self._decider = make_decider(config, drafter.gamma, text) if groups.attn_block.rank == 0 else None
+        self._device = cache.page_table.device
+        self._agreement = Agreement(groups, self._device)
         self._scheduler = Scheduler(cache, config.chunk_size)
-        self._states: dict[str, RequestState] = {}
-        self._decider = make_decider(config, drafter.gamma, text) if groups.tp.rank == 0 else None
+        self._states: dict[int, RequestState] = {}
+        self._numbers: dict[str, int] = {}
+        self._next_number = itertools.count()
 
     @classmethod
     def load(
@@ -67,9 +75,10 @@ class Engine:
         text: StopStrings | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> Engine:
-        """Read the checkpoint of a resolved ``config`` and make room for ``config.max_running`` requests.
+        """Read the checkpoint of a resolved ``config`` and make room for ``config.max_running`` requests a DP rank.
 
-        ``progress`` is told bytes as they are read. Raises ``ValueError`` naming what is wrong with the checkpoint.
+        ``text`` knows stop strings, on the first rank of the tensor group; ``progress`` is told bytes as they are read.
+        Raises ``ValueError`` naming what is wrong with the checkpoint.
         """
         model_config = load_model_config(config.model) if model_config is None else model_config
         dtype = getattr(torch, config.dtype)
@@ -80,102 +89,149 @@ class Engine:
         max_verify = 1 + (config.gamma or draft.max_gamma(model_config))
         room = DraftRoom(config.max_running, config.max_context, max_verify)
         drafter = draft.load(model_config, source, model, groups, kernels, room, config.gamma)
-        cache = make_cache(model_config, config, device, max_verify)
-        return cls(model, drafter, cache, groups, config, text)
+        return cls(model, drafter, make_cache(model_config, config, device, max_verify), groups, config, text)
 
     def add(self, request: Request) -> None:
         """Queue a request that :func:`.request.validate_request` has accepted. The same on every rank."""
-        assert request.request_id not in self._states, f"request {request.request_id!r} was added twice"
-        eos = self.model.config.eos_token_ids
-        state = RequestState.start(request, self.config.max_context, eos, self.config.seed, self.drafter.gamma)
-        self._states[request.request_id] = state
-        self._scheduler.add(state)
+        assert request.request_id not in self._numbers, f"request {request.request_id!r} was added twice"
+        eos, max_context = self.model.config.eos_token_ids, self.config.max_context
+        number, home = next(self._next_number), self._lightest()
+        state = RequestState.start(request, max_context, eos, self.config.seed, self.drafter.gamma, number, home)
+        self._numbers[request.request_id], self._states[number] = number, state
+        if home == self.groups.attn_dp.rank:
+            self._scheduler.add(state)
+
+    def _lightest(self) -> int:
+        """The DP rank with the fewest tokens to hold, then the fewest requests; all ranks agree."""
+        loads = [[0, 0, rank] for rank in range(self.groups.attn_dp.size)]
+        for state in self._states.values():
+            loads[state.home][0] += state.worst_case
+            loads[state.home][1] += 1
+        return min(loads)[2]
 
     def abort(self, request_id: str) -> None:
         """Drop a request; an id that is not there (any more) is ignored. The same on every rank."""
-        state = self._states.pop(request_id, None)
-        if state is not None:
+        number = self._numbers.get(request_id)
+        if number is not None:
+            self._forget(self._states[number])
+
+    def _forget(self, state: RequestState) -> None:
+        del self._states[self._numbers.pop(state.request.request_id)]
+        if state.home == self.groups.attn_dp.rank:
             self._scheduler.finish(state)
 
     def has_work(self) -> bool:
-        """Whether any request is unfinished."""
-        return self._scheduler.has_work
+        """Whether any request is unfinished; the same on every rank."""
+        return bool(self._states)
 
     def step(self) -> list[TokenEvent]:
         """Run one step and return what it added to each request, without text. Collective over the tensor group."""
-        plan = self._scheduler.plan()
-        if not plan.decoding and not plan.chunks:
+        if not self._states:
             return []
+        plan = self._scheduler.plan()
         drafted = self._draft(plan)
-        step = self._build(plan, drafted)
+        completed = [chunk.state for chunk in plan.chunks if chunk.completes]
+        states = plan.decoding + completed
+        step, shapes = self._build(plan, drafted, len(states))
         logits, taps = self.model.forward(step, self.cache)
         self.drafter.observe(taps, step.plan)
         for chunk in plan.chunks:
             chunk.state.num_cached += chunk.num_tokens
-        completed = [chunk.state for chunk in plan.chunks if chunk.completes]
-        states = plan.decoding + completed
-        drafted = drafted.followed_by(len(completed))
-        return self._judge(states, len(plan.decoding), logits, drafted) if states else []
+        if not sum(shapes.requests):
+            return []
+        return self._judge(states, len(plan.decoding), logits, drafted.followed_by(len(completed)), shapes)
 
     def _draft(self, plan: StepPlan) -> Drafted:
-        """Drafts for the decoding requests and how many of each are verified; the same on every rank."""
+        """Drafts for the decoding requests and how many of each are verified; the same on every rank of the block."""
         states, gamma = plan.decoding, self.drafter.gamma
+        nothing = Drafted.nothing(len(states), gamma)
+        if gamma == 0:
+            return nothing
         # A block of n drafts may emit n + 1 tokens.
         max_lens = np.array([min(gamma, state.num_left - 1) for state in states], dtype=np.int64)
-        if not max_lens.any():
-            return Drafted.nothing(len(states), gamma)
+        drafting = states if max_lens.any() else []
+        others = self._agreement.numbers(len(drafting))
+        if not sum(others):
+            return nothing
         requests = DraftRequests(
-            [state.slot for state in states],
-            [state.num_cached for state in states],
-            [state.tokens[-1] for state in states],
+            [state.slot for state in drafting],
+            [state.num_cached for state in drafting],
+            [state.tokens[-1] for state in drafting],
+            others,
         )
-        block = self.drafter.propose(requests, self._decider.pick(states) if self._decider else None)
-        probs = None
-        message = torch.empty((len(states), 1 + gamma), dtype=torch.int64)
+        block = self.drafter.propose(requests, self._decider.pick(drafting) if self._decider and drafting else None)
+        if not drafting:
+            return nothing
+        probs, message = None, torch.empty((len(states), 1 + gamma), dtype=torch.int64, device=self._device)
         if self._decider:
             other_rows = sum(chunk.num_tokens for chunk in plan.chunks)
             drafts, lens, probs = self._decider.schedule(states, block, max_lens, other_rows)
-            message = BlockPlan(drafts, lens).to_tensor()
-        agreed = BlockPlan.from_tensor(broadcast(message, self.groups.tp))
+            message = BlockPlan(drafts, lens).to_tensor().to(self._device)
+        agreed = BlockPlan.from_tensor(broadcast(message, self.groups.attn_block))
         return Drafted(agreed.drafts, agreed.lens, probs)
 
-    def _build(self, plan: StepPlan, drafted: Drafted) -> Step:
+    def _build(self, plan: StepPlan, drafted: Drafted, num_requests: int) -> tuple[Step, Shapes]:
         spans = []
         for state, drafts, length in zip(plan.decoding, drafted.drafts.tolist(), drafted.lens.tolist()):
             spans.append(Span(state.slot, state.num_cached, [state.tokens[-1], *drafts[:length]], length + 1))
         for state, num_tokens, completes in plan.chunks:
             start = state.num_cached
             spans.append(Span(state.slot, start, state.tokens[start : start + num_tokens], int(completes)))
-        return build_step(spans, self.cache.page_table, self.cache.layout.ratios, self.model.config.vocab_size)
+        lengths = [len(span.tokens) for span in spans]
+        replicate = self.config.cp_decode == "replicate" and not plan.chunks
+        split = split_rows(lengths, self.config.cp_split, self.groups, replicate)
+        num_rows = sum(lengths) if split is None else len(split.owned[split.group.rank])
+        shapes = self._agreement.shapes(num_rows, num_requests, bool(plan.chunks))
+        layout, vocab_size = self.cache.layout, self.model.config.vocab_size
+        sizes = {"split": split, "counts": shapes.rows, "padding": shapes.padding}
+        return build_step(spans, self.cache.page_table, layout.ratios, vocab_size, **sizes), shapes
 
     def _judge(
-        self, states: list[RequestState], num_decoding: int, logits: torch.Tensor, drafted: Drafted
+        self, states: list[RequestState], num_decoding: int, logits: torch.Tensor, drafted: Drafted, shapes: Shapes
     ) -> list[TokenEvent]:
-        """Decide what ``logits`` [T, V] give to each request, tell all ranks, and apply it.
+        """Decide what ``logits`` [T, V] give to this block's requests, tell all ranks, and apply what all decided.
 
         The first ``num_decoding`` of ``states`` verified drafts, the others completed their prefill.
         """
         gamma = self.drafter.gamma
-        logprobs: list = [()] * len(states)
-        message = torch.empty((len(states), NUM_FIELDS + gamma + 1), dtype=torch.int64)
+        table = torch.empty((sum(shapes.requests), table_width(gamma)), dtype=torch.int64, device=self._device)
         if self._decider:
-            verdict, logprobs = self._decider.judge(states, logits, drafted)
-            message = verdict.to_tensor()
-        verdict = Verdict.from_tensor(broadcast(message, self.groups.tp))
-        counts = zip(verdict.verified.tolist(), verdict.accepted.tolist(), verdict.finish.tolist())
-        events = []
-        for i, (state, tokens, (verified, accepted, finish)) in enumerate(zip(states, verdict.token_lists(), counts)):
-            state.tokens += tokens
-            # All but the last are in the cache; what was rejected behind them is overwritten before it is read.
-            state.num_cached = len(state.tokens) - 1
-            if gamma and i < num_decoding:
-                state.spec.add_step(gamma if drafted.lens.any() else 0, verified, accepted, len(tokens))
-            reason = REASONS[finish]
-            spec = state.spec.fields() if gamma and reason is not None else None
-            events.append(TokenEvent(state.request.request_id, tuple(tokens), logprobs[i], reason, spec=spec))
-            if reason is not None:
-                self._scheduler.finish(self._states.pop(state.request.request_id))
-        return events
+            own = self._decider.judge(states, num_decoding, logits, drafted).to(self._device)
+            table = self._agreement.collect(own, shapes.requests)
+        if self.groups.tp.rank == 0:
+            table = self._decider.end_at_strings(self._states, table)
+        rows = [Outcome.from_row(row) for row in broadcast(table, self.groups.tp).tolist()]
+        logprobs = self._logprobs(states, logits, drafted, rows, shapes)
+        return [self._apply(self._states[row.number], row, found) for row, found in zip(rows, logprobs)]
+
+    def _logprobs(
+        self, states: list[RequestState], logits: torch.Tensor, drafted: Drafted, rows: list[Outcome], shapes: Shapes
+    ) -> list[tuple[TokenLogprob, ...]]:
+        """Log-probabilities of the emitted tokens, row by row, on the first rank; empty where not asked for."""
+        counts = [state.request.params.logprobs for state in self._states.values()]
+        num_top = max((count for count in counts if count is not None), default=None)
+        if num_top is None or self._decider is None:
+            return [()] * len(rows)
+        emitted = {row.number: row.tokens for row in rows}
+        own = self._decider.logprobs(states, [emitted[state.number] for state in states], logits, drafted, num_top)
+        table = self._agreement.collect(own.to(self._device), shapes.requests).cpu()
+        return [
+            read_logprobs(values, row.tokens, self._states[row.number].request.params.logprobs)
+            for values, row in zip(table, rows)
+        ]
+
+    def _apply(self, state: RequestState, row: Outcome, logprobs: tuple[TokenLogprob, ...]) -> TokenEvent:
+        state.tokens += row.tokens
+        # All but the last are in the cache; what was rejected behind them is overwritten before it is read.
+        state.num_cached = len(state.tokens) - 1
+        if self.drafter.gamma and row.drafted >= 0:
+            state.spec.add_step(row.drafted, row.verified, row.accepted, len(row.tokens))
+        reason = REASONS[row.finish]
+        spec = state.spec.fields() if self.drafter.gamma and reason is not None else None
+        event = TokenEvent(state.request.request_id, tuple(row.tokens), logprobs, reason, spec=spec)
+        if reason is not None:
+            self._forget(state)
+        return event
 
 
 def make_decider(config: EngineConfig, gamma: int, text: StopStrings | None) -> Decider:

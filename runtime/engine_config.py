@@ -10,6 +10,8 @@ from ..parallel.topology import Topology
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16")
 VERIFY_MODES = ("static", "sync", "async")
+CP_SPLITS = ("interleave", "zigzag")
+CP_DECODES = ("split", "replicate")
 OVERLAP_MODES = ("none", "tbo", "sbo")
 DISPATCHERS = ("standard", "normal", "low_latency", "auto")
 DISPATCH_BACKENDS = ("auto", "torch", "deep_ep")
@@ -41,6 +43,8 @@ class EngineConfig:
     sts: str | None = None
     confidence_threshold: float | None = None
     block_verify: bool = False
+    cp_split: str = "interleave"
+    cp_decode: str = "split"
     overlap: str = "none"
     dispatcher: str = "standard"
     dispatch_backend: str = "auto"
@@ -51,6 +55,8 @@ class EngineConfig:
             ("device", DEVICES),
             ("dtype", DTYPES),
             ("verify", VERIFY_MODES),
+            ("cp_split", CP_SPLITS),
+            ("cp_decode", CP_DECODES),
             ("overlap", OVERLAP_MODES),
             ("dispatcher", DISPATCHERS),
             ("dispatch_backend", DISPATCH_BACKENDS),
@@ -77,9 +83,6 @@ def check_supported(config: EngineConfig, topology: Topology) -> None:
     """Raise ``ValueError`` for options that are understood but not built yet. Remove a line when its feature lands."""
     for flag, size in (
         ("--pp", topology.pp),
-        ("--dp", topology.dp),
-        ("--cp", topology.cp),
-        ("--ep", topology.ep),
         ("--moe-dp", topology.moe_dp),
     ):
         if size > 1:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from .agreement import split_rows
 from .engine import Engine
-from .step import Span, build_step
+from .step import Span, Step, build_step
 
 
 def score(
@@ -44,12 +45,19 @@ def _run(engine: Engine, sequences: dict[int, Sequence[int]], slots, chunks, on_
         size = longest if chunks is None else chunks[min(turn, len(chunks) - 1)]
         running = {index: tokens[start : start + size] for index, tokens in sequences.items() if start < len(tokens)}
         spans = [Span(slots[index], start, tokens, len(tokens)) for index, tokens in running.items()]
-        layout, vocab_size = engine.cache.layout, engine.model.config.vocab_size
-        logits = engine.model.forward(
-            build_step(spans, engine.cache.page_table, layout.ratios, vocab_size), engine.cache
-        ).logits
+        logits = engine.model.forward(_step(engine, spans), engine.cache).logits
         at = 0
         for index, tokens in running.items():
             on_logits(index, start, logits[at : at + len(tokens)])
             at += len(tokens)
         start, turn = start + size, turn + 1
+
+
+def _step(engine: Engine, spans: list[Span]) -> Step:
+    """The step of ``spans``, which every DP rank runs and context parallelism splits."""
+    groups, lengths = engine.groups, [len(span.tokens) for span in spans]
+    split = split_rows(lengths, engine.config.cp_split, groups, replicate=False)
+    rows = [sum(lengths)] if split is None else [len(owned) for owned in split.owned]
+    counts = tuple(rows * (groups.attn_rows.size // len(rows)))
+    vocab_size, ratios = engine.model.config.vocab_size, engine.cache.layout.ratios
+    return build_step(spans, engine.cache.page_table, ratios, vocab_size, split=split, counts=counts)

@@ -16,7 +16,7 @@ class RequestState:
 
     ``tokens``: prompt and emitted tokens. ``num_cached``: how many of them the cache holds; the cache is rewound by
     setting it. ``budget``: new tokens the request may get. ``slot``: its cache slot while it runs. ``gamma``: drafts a
-    block; ``spec`` counts what became of them.
+    block; ``spec`` counts what became of them. ``number``: of the request in its engine; ``home``: its DP rank.
     """
 
     request: Request
@@ -28,6 +28,8 @@ class RequestState:
     num_cached: int = 0
     slot: int = NO_SLOT
     gamma: int = 0
+    number: int = 0
+    home: int = 0
     num_prompt: int = field(init=False)
     spec: SpecStats = field(init=False)
 
@@ -37,7 +39,14 @@ class RequestState:
 
     @classmethod
     def start(
-        cls, request: Request, max_context: int, eos_token_ids: tuple[int, ...], seed: int, gamma: int
+        cls,
+        request: Request,
+        max_context: int,
+        eos_token_ids: tuple[int, ...],
+        seed: int,
+        gamma: int,
+        number: int,
+        home: int,
     ) -> RequestState:
         """The state of a valid ``request`` that has not run yet; ``seed`` is the engine's."""
         own_seed, key = random_key(request, seed)
@@ -49,6 +58,8 @@ class RequestState:
             key=key,
             tokens=list(request.prompt_ids),
             gamma=gamma,
+            number=number,
+            home=home,
         )
 
     @property

@@ -1,17 +1,21 @@
 """One forward's worth of tokens, flattened, and how it is built from what the scheduler asks for.
 
-Legend: T token rows, N rows whose logits are wanted.
+Legend: K token rows of the attention DP rank, T of them on this rank (all, unless context parallelism splits them),
+N rows whose logits are wanted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from ..comm.context import RowGather, whole
+from ..comm.dp_attention import Padding
 from ..layers.attention.plan import AttentionPlan, build_plan
+from ..parallel.groups import Group
 
 
 class Span(NamedTuple):
@@ -27,27 +31,72 @@ class Span(NamedTuple):
     num_logits: int
 
 
+class Split(NamedTuple):
+    """How context parallelism cuts a step: the places that each rank of ``group`` holds, in its order."""
+
+    group: Group
+    owned: Sequence[np.ndarray]
+
+
 class Step(NamedTuple):
-    """``tokens`` int64 [T], in the order of the spans; ``logit_rows`` int64 [N], or None for all rows; ``plan``: where
-    each row sits."""
+    """``tokens`` int64 [T]; ``logit_rows`` int64, the rows here whose logits are wanted, or None for all; ``plan``:
+    where each row sits; ``gather_logit_rows``: brings the wanted rows of all context-parallel ranks together
+    [N, ...], in order.
+
+    ``counts``: rows of every row owner of the tp group, in order; ``padding``: how they are gathered for the experts.
+    """
 
     tokens: torch.Tensor
     logit_rows: torch.Tensor | None
     plan: AttentionPlan
+    counts: tuple[int, ...]
+    padding: Padding
+    gather_logit_rows: Callable[[torch.Tensor], torch.Tensor]
 
 
-def build_step(spans: Sequence[Span], page_table: torch.Tensor, ratios: tuple[int, ...], vocab_size: int) -> Step:
+def build_step(
+    spans: Sequence[Span],
+    page_table: torch.Tensor,
+    ratios: tuple[int, ...],
+    vocab_size: int,
+    *,
+    split: Split | None = None,
+    counts: tuple[int, ...] | None = None,
+    padding: Padding = Padding.MAX_LEN,
+) -> Step:
     """The step of ``spans``, on the page table's device.
 
-    Raises ``ValueError`` for a token id outside ``[0, vocab_size)``; requests are checked before they come here.
+    ``counts`` may be left out when one owner has all rows. Raises ``ValueError`` for a token id outside
+    ``[0, vocab_size)``; requests are checked before they come here.
     """
-    lengths = [len(span.tokens) for span in spans]
-    num_rows = sum(lengths)
-    rows = np.empty((5, num_rows), np.int64)
-    tokens = np.empty(num_rows, np.int64)
-    wanted: list[np.ndarray] = []
+    rows, tokens, wanted = _flatten(spans)
+    if tokens.shape[0] and not (tokens.min() >= 0 and tokens.max() < vocab_size):
+        bad = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
+        raise ValueError(f"token id {bad} is outside the vocabulary of {vocab_size}")
+    device = page_table.device
+    logit_rows, gather_logit_rows = wanted, whole
+    if split is None:
+        plan = build_plan(rows, page_table, ratios)
+    else:
+        owned = split.owned[split.group.rank]
+        gather = RowGather(split.group, split.owned, device)
+        plan = build_plan(rows, page_table, ratios, owned=owned, gather=gather)
+        tokens = tokens[owned]
+        logit_rows, places = _split_wanted(wanted, split)
+        gather_logit_rows = RowGather(split.group, places, device)
+    at = None if len(logit_rows) == len(tokens) and split is None else torch.from_numpy(logit_rows).to(device)
+    counts = (len(tokens),) if counts is None else counts
+    return Step(torch.from_numpy(tokens).to(device), at, plan, counts, padding, gather_logit_rows)
+
+
+def _flatten(spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The fields of ``Rows`` int64 [5, K], the tokens [K], and the rows whose logits are wanted [N]."""
+    num_rows = sum(len(span.tokens) for span in spans)
+    rows, tokens = np.empty((5, num_rows), np.int64), np.empty(num_rows, np.int64)
+    wanted = [np.empty(0, np.int64)]
     at = 0
-    for span, length in zip(spans, lengths):
+    for span in spans:
+        length = len(span.tokens)
         stop = at + length
         rows[0, at:stop] = np.arange(span.start, span.start + length)
         rows[1, at:stop] = span.slot
@@ -58,12 +107,15 @@ def build_step(spans: Sequence[Span], page_table: torch.Tensor, ratios: tuple[in
             wanted.append(np.arange(stop - span.num_logits, stop))
         at = stop
     rows[4] = np.arange(num_rows)
-    if num_rows and not (tokens.min() >= 0 and tokens.max() < vocab_size):
-        bad = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
-        raise ValueError(f"token id {bad} is outside the vocabulary of {vocab_size}")
-    device = page_table.device
-    plan = build_plan(rows, page_table, ratios)
-    logit_rows = None
-    if sum(len(part) for part in wanted) != num_rows:
-        logit_rows = torch.from_numpy(np.concatenate(wanted) if wanted else np.empty(0, np.int64)).to(device)
-    return Step(torch.from_numpy(tokens).to(device), logit_rows, plan)
+    return rows, tokens, np.concatenate(wanted)
+
+
+def _split_wanted(wanted: np.ndarray, split: Split) -> tuple[np.ndarray, list[np.ndarray]]:
+    """This rank's rows whose logits are wanted, and for each rank the places of its rows among all wanted rows."""
+    here, places = np.empty(0, np.int64), []
+    for rank, owned in enumerate(split.owned):
+        held = np.flatnonzero(np.isin(owned, wanted))
+        places.append(np.searchsorted(wanted, owned[held]))
+        if rank == split.group.rank:
+            here = held
+    return here, places

@@ -9,10 +9,13 @@ Every row has an absolute position p. A key at position p of the row's request l
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import torch
+
+from ...comm.context import whole
 
 
 class Rows(NamedTuple):
@@ -51,7 +54,8 @@ class AttentionPlan(NamedTuple):
     the step, which bounds the work of reading compressed entries. ``host`` is None when the step is not on the CPU.
 
     ``bidirectional``: the rows of a request are one block (of a draft) that begins at position P. Each sees the window
-    before the block, positions P - window .. P - 1, and the whole block.
+    before the block, positions P - window .. P - 1, and the whole block. ``gather`` turns rows computed for the
+    queries into rows for the keys; it is collective where context parallelism splits the queries.
     """
 
     queries: Rows
@@ -61,24 +65,36 @@ class AttentionPlan(NamedTuple):
     max_position: int
     host: HostPlan | None
     bidirectional: bool = False
+    gather: Callable[[torch.Tensor], torch.Tensor] = whole
+
+    def of_keys(self) -> AttentionPlan:
+        """The plan whose queries are all its key rows."""
+        host = self.host and self.host._replace(queries=self.host.keys)
+        return self._replace(queries=self.keys, host=host, gather=whole)
 
 
 def build_plan(
-    rows: np.ndarray, page_table: torch.Tensor, ratios: tuple[int, ...], bidirectional: bool = False
+    rows: np.ndarray,
+    page_table: torch.Tensor,
+    ratios: tuple[int, ...],
+    bidirectional: bool = False,
+    owned: np.ndarray | None = None,
+    gather: Callable[[torch.Tensor], torch.Tensor] = whole,
 ) -> AttentionPlan:
-    """The plan of a step whose queries are its keys. ``rows`` int64 [5, T]: the fields of :class:`Rows` in order."""
+    """The plan of the key rows ``rows`` int64 [5, K] (the fields of :class:`Rows` in order).
+
+    The queries are the same rows, or those at the places ``owned`` [T] when context parallelism splits them; ``gather``
+    then brings rows together.
+    """
     closing = {ratio: np.flatnonzero((rows[0] + 1) % ratio == 0) for ratio in ratios}
-    max_position = int(rows[0].max()) if rows.shape[1] else -1
+    queries = rows if owned is None else np.ascontiguousarray(rows[:, owned])
+    max_position = int(queries[0].max()) if queries.shape[1] else -1
     device = page_table.device
-    if device.type == "cpu":
-        tensor = torch.from_numpy(rows)
-        host = HostPlan(rows, rows, page_table.numpy(), closing)
-    else:
-        tensor = torch.from_numpy(rows).to(device, non_blocking=True)
-        host = None
-    fields = Rows(*tensor.unbind(0))
+    host = HostPlan(queries, rows, page_table.numpy(), closing) if device.type == "cpu" else None
+    keys = Rows(*torch.from_numpy(rows).to(device, non_blocking=True).unbind(0))
+    own = keys if owned is None else Rows(*torch.from_numpy(queries).to(device, non_blocking=True).unbind(0))
     tensors = {ratio: torch.from_numpy(at).to(device) for ratio, at in closing.items()}
-    return AttentionPlan(fields, fields, page_table, tensors, max_position, host, bidirectional)
+    return AttentionPlan(own, keys, page_table, tensors, max_position, host, bidirectional, gather)
 
 
 class HostLayerCache(NamedTuple):

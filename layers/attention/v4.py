@@ -141,9 +141,9 @@ class V4Attention:
         widths = (sizes.q_lora_rank, sizes.head_dim, sizes.raw_width, sum(self._in.sizes))
         y = self._in(x)
         latent = self._q_norm(y[:, : widths[0]])
-        keys = self._key(y[:, widths[0] : widths[0] + widths[1]], plan)
+        keys = plan.gather(self._key(y[:, widths[0] : widths[0] + widths[1]], plan))
         raw_start = widths[0] + widths[1]
-        raw = y[:, raw_start : raw_start + widths[2]] if sizes.ratio else None
+        raw = plan.gather(y[:, raw_start : raw_start + widths[2]]) if sizes.ratio else None
         q = self._q(latent)
         selected = None
         if sizes.kind == "csa":

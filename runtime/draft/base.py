@@ -20,11 +20,16 @@ from ..models.deepseek_v4 import DeepseekV4
 
 class DraftRequests(NamedTuple):
     """The requests to draft for: their cache ``slots``, the positions ``starts`` of their anchors, and the ``anchors``
-    themselves (the last token of each, which the target has not seen yet). One entry a request, known on every rank."""
+    themselves (the last token of each, which the target has not seen yet). One entry a request, known on every rank.
+
+    ``others``: how many requests every row owner of the tp group drafts for in this step, in order; this rank's own
+    number included.
+    """
 
     slots: list[int]
     starts: list[int]
     anchors: list[int]
+    others: tuple[int, ...]
 
 
 class DraftRoom(NamedTuple):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from ...comm.dp_attention import TokenExchange, choose_padding
 from ...layers.attention.plan import AttentionPlan, build_plan
 from ...layers.draft_heads import (
     DraftBlock,
@@ -51,7 +52,7 @@ class DSparkDrafter:
         gamma: int,
     ) -> None:
         self.gamma = gamma
-        self._target, self._draft, self._num_streams = target, draft, config.hc_mult
+        self._target, self._draft, self._groups, self._num_streams = target, draft, groups, config.hc_mult
         device, dtype = target.embed.weight.device, target.embed.weight.dtype
         rope = rope_table(config, config.main_rope, room.max_context + draft.block_size, device)
         stages = [Scope(source).scope(f"mtp.{stage}") for stage in range(config.num_draft_stages)]
@@ -77,7 +78,9 @@ class DSparkDrafter:
         self._hyper_head = HyperHead(last, "hc_head", hyper_sizes(config), kernels)
         self._norm = RMSNorm(last, "norm", config.rms_norm_eps, kernels)
         self._markov = (
-            load_markov_head(draft.markov_head_type, last.scope("markov_head")) if draft.markov_rank else None
+            load_markov_head(draft.markov_head_type, last.scope("markov_head"), config.hidden_size)
+            if draft.markov_rank
+            else None
         )
         has_confidence = draft.enable_confidence_head
         self._confidence = (
@@ -115,7 +118,7 @@ class DSparkDrafter:
 
     def observe(self, taps: torch.Tensor | None, plan: AttentionPlan) -> None:
         """See :meth:`.base.Drafter.observe`."""
-        context = self._main_norm(self._main_proj(taps))
+        context, plan = self._main_norm(self._main_proj(plan.gather(taps))), plan.of_keys()
         for project, key, cache in zip(self._context, self._keys, self._cache.layers):
             self._store(key(project(context), plan), None, cache, plan)
 
@@ -143,9 +146,12 @@ class DSparkDrafter:
         ids[:, 0] = requests.anchors
         plan = build_plan(rows, self._cache.page_table, (), bidirectional=True)
         tokens = torch.from_numpy(ids.ravel()).to(self._cache.page_table.device)
+        counts = [count * width for count in requests.others]
+        exchange = TokenExchange(self._groups, counts, choose_padding(counts, False), tokens.device)
+        ids_of_all = exchange.gather(tokens)
         streams = self._target.embed(tokens).unsqueeze(1).repeat(1, self._num_streams, 1)
         for block, cache in zip(self._blocks, self._cache.layers):
-            streams = drain(block.stages(streams, tokens, cache, plan, ignore))
+            streams = drain(block.stages(streams, ids_of_all, cache, plan, exchange, ignore))
         hidden = self._hyper_head(streams)
         logits = self._target.head(self._norm(hidden))
         shape = (num_requests, width)

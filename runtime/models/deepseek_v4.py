@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from ...comm.dp_attention import TokenExchange
 from ...layers.attention.plan import AttentionPlan, LayerCache
 from ...layers.attention.v4 import V4Attention, V4AttentionSizes
 from ...layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -116,23 +117,31 @@ class Block:
         self._moe = MoE(source.scope("ffn"), moe, groups.tp, groups.moe_ep, groups.moe_tp, kernels, layer)
 
     def stages(
-        self, streams: torch.Tensor, ids: torch.Tensor, cache: LayerCache, plan: AttentionPlan, probe: Probe
+        self,
+        streams: torch.Tensor,
+        ids: torch.Tensor,
+        cache: LayerCache,
+        plan: AttentionPlan,
+        exchange: TokenExchange,
+        probe: Probe,
     ) -> Generator[None, None, torch.Tensor]:
-        """``streams`` [T, n, D], token ids [T] -> new streams. Collective; yields wherever a collective is in flight,
-        in the same places on every rank whatever the data."""
+        """``streams`` [T, n, D], token ids of all rows of the tp group [M] -> new streams.
+
+        Collective; yields wherever a collective is in flight, in the same places on every rank whatever the data.
+        """
         mix = self._attn_hc.read(streams)
         y = yield from self._attention.stages(mix.x, cache, plan, probe)
         streams = self._attn_hc.write(streams, y, mix)
         mix = self._ffn_hc.read(streams)
-        y = yield from self._moe.stages(mix.x, ids, probe)
+        y = yield from self._moe.stages(mix.x, ids, exchange, probe)
         streams = self._ffn_hc.write(streams, y, mix)
         probe("streams", self._layer, streams)
         return streams
 
 
 class ModelOutput(NamedTuple):
-    """``logits`` float32 [N, V], equal on every rank of the tensor group. ``taps`` [T, len(ids) * D]: the mean of the
-    streams after each tapped layer, side by side, or None when no layer is tapped."""
+    """``logits`` float32 [N, V], equal on every rank of the attention block. ``taps`` [T, len(ids) * D]: the mean of
+    the streams after each tapped layer, side by side, or None when no layer is tapped."""
 
     logits: torch.Tensor
     taps: torch.Tensor | None
@@ -151,17 +160,17 @@ class DeepseekV4:
         device: torch.device,
         tap_layers: tuple[int, ...] = (),
     ) -> None:
-        self.config, self._tap_layers = config, tap_layers
+        self.config, self._groups, self._tap_layers = config, groups, tap_layers
         ropes = {
             "main": rope_table(config, config.main_rope, max_context, device),
             "compress": rope_table(config, config.compress_rope, max_context, device),
         }
         top = Scope(source)
-        self.embed = VocabParallelEmbedding(top, "embed.weight", config.vocab_size, groups.tp)
+        self.embed = VocabParallelEmbedding(top, "embed.weight", config.vocab_size, groups.attn_tp)
         self._blocks = [self._block(top, layer, ropes, groups, kernels) for layer in range(config.num_layers)]
         self._hyper_head = HyperHead(top, "hc_head", hyper_sizes(config), kernels)
         self._norm = RMSNorm(top, "norm", config.rms_norm_eps, kernels)
-        self.head = ParallelLMHead(top, "head.weight", config.vocab_size, groups.tp, kernels)
+        self.head = ParallelLMHead(top, "head.weight", config.vocab_size, groups.attn_tp, kernels)
 
     def _block(self, top: Scope, layer: int, ropes: dict[str, RopeTable], groups: Groups, kernels: Kernels) -> Block:
         attention = attention_sizes(self.config, layer)
@@ -172,14 +181,15 @@ class DeepseekV4:
     def stages(self, step: Step, cache: Cache, probe: Probe = ignore) -> Generator[None, None, ModelOutput]:
         """The forward of ``step`` as stages, see :meth:`Block.stages`; the step's rows are stored in ``cache``."""
         streams = self.embed(step.tokens).unsqueeze(1).repeat(1, self.config.hc_mult, 1)
-        taps = []
+        exchange = TokenExchange(self._groups, step.counts, step.padding, step.tokens.device)
+        ids, taps = exchange.gather(step.tokens), []
         for layer, block in enumerate(self._blocks):
-            streams = yield from block.stages(streams, step.tokens, cache.layers[layer], step.plan, probe)
+            streams = yield from block.stages(streams, ids, cache.layers[layer], step.plan, exchange, probe)
             if layer in self._tap_layers:
                 taps.append(streams.mean(dim=1))
         if step.logit_rows is not None:
             streams = streams[step.logit_rows]
-        hidden = self._norm(self._hyper_head(streams))
+        hidden = step.gather_logit_rows(self._norm(self._hyper_head(streams)))
         probe("final_norm", self.config.num_layers, hidden)
         return ModelOutput(self.head(hidden), torch.cat(taps, dim=-1) if taps else None)
 

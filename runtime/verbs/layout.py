@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from ...parallel.topology import Topology
 
 CP_SPLITS = ("zigzag", "interleave")
+CP_DECODES = ("split", "replicate")
 DISPATCHERS = ("standard", "normal", "low_latency", "auto")
 DISPATCH_BACKENDS = ("auto", "torch", "deep_ep")
 OVERLAPS = ("none", "tbo", "sbo")
@@ -46,6 +47,9 @@ def add_layout_flags(parser: argparse.ArgumentParser) -> None:
     )
     size("--moe-dp", "--moe-dp-size", help="replicas of the experts inside tp (default 1)")
     group.add_argument("--cp-split", choices=CP_SPLITS, default="interleave", help="rows of a step over the cp ranks")
+    group.add_argument(
+        "--cp-decode", choices=CP_DECODES, default="split", help="steps without prefill: split rows too, or repeat them"
+    )
     group.add_argument(
         "--dispatcher",
         choices=DISPATCHERS,
