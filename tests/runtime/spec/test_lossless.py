@@ -392,3 +392,16 @@ def test_shared_noise_streams_are_caught():
         {"draft": "a", "coin": "b", "final": "b"},
     ):
         assert np.abs(streams_law(p, q, shared) - want).max() > 1e-2, shared
+
+
+def test_a_law_other_than_the_drawn_one_is_caught():
+    """The likeliest draft judged as if it had been drawn from the whole law, and as the one-point law it had."""
+    rng = np.random.default_rng(7)
+    p, q = rng.dirichlet(np.ones(3), 2), rng.dirichlet(np.ones(3))
+    x = int(q.argmax())
+    for law, bias in ((np.eye(3)[x], False), (q, True)):
+        joint = np.zeros((3, 3))
+        for emitted, chance in emission_law("token", list(p), [law], (x,)).items():
+            joint[emitted] += chance if len(emitted) == 2 else chance * p[1]
+        error = np.abs(joint - np.outer(p[0], p[1])).max()
+        assert error > 1e-2 if bias else error < EXACT
