@@ -121,15 +121,15 @@ def _attend(
     out,
 ):
     d, per_page = q.shape[2], entries.shape[1]
-    most = 0
-    if ratio > 0:
-        for i in range(q.shape[0]):
-            most = max(most, (queries[0, i] + 1) // ratio if all_visible else selected.shape[1])
-    if block:
-        for i in range(q.shape[0]):
-            most = max(most, queries[3, i] - queries[2, i])
-    columns = np.empty((d, window + most), np.float32)
-    probs = np.empty(window + most, np.float32)
+    most_entries, most_rows = 0, 0
+    for i in range(q.shape[0]):
+        if ratio > 0:
+            most_entries = max(most_entries, (queries[0, i] + 1) // ratio if all_visible else selected.shape[1])
+        if block:
+            most_rows = max(most_rows, queries[3, i] - queries[2, i])
+    most = window + most_rows + most_entries
+    columns = np.empty((d, most), np.float32)
+    probs = np.empty(most, np.float32)
     for i in range(q.shape[0]):
         p, slot, start, at = queries[0, i], queries[1, i], queries[2, i], queries[4, i]
         num_keys = 0
