@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from dspark.layers.attention.plan import build_plan
 from dspark.layers.kernels import sparse_attention
 
 SPANS = {
@@ -22,15 +23,19 @@ def near(actual, expected, bound=BOUND):
     torch.testing.assert_close(actual.double(), expected, rtol=bound, atol=bound)
 
 
-def dense_attend(turned, scene, sizes, q, selected, sinks, window, ratio, rope, scale):
-    """Every query by itself: a softmax over the window's keys, the entries it may see, and the sink."""
+def dense_attend(turned, scene, sizes, q, selected, sinks, window, ratio, rope, scale, block=False):
+    """Every query by itself: a softmax over the window's keys, the entries it may see, and the sink.
+
+    In a ``block`` it sees the window before the step's first row, and all rows of the step.
+    """
     out = torch.zeros(q.shape, dtype=torch.float64)
     for history, (start, length) in zip(scene.histories, sizes):
         for i, p in enumerate(range(start, start + length)):
             row = history.rows.start + i
             visible = (p + 1) // ratio if ratio else 0
             picked = range(visible) if selected is None else [t for t in selected[row].tolist() if t >= 0]
-            seen = torch.cat((history.keys[max(0, p - window + 1) : p + 1], history.entries[list(picked)])).double()
+            first, stop = (start - window, start + length) if block else (p - window + 1, p + 1)
+            seen = torch.cat((history.keys[max(0, first) : stop], history.entries[list(picked)])).double()
             logits = torch.cat((q[row].double() @ seen.T * scale, sinks.double()[:, None]), dim=1)
             mixed = logits.softmax(dim=1)[:, :-1] @ seen
             out[row] = turned(mixed, rope.cos[p], rope.sin[p], -1)
@@ -59,6 +64,47 @@ def test_attend(twins, scenes, turned, tables, spans, kind, window):
     expected = dense_attend(turned, scene, spans, q, selected, **weights)
     for kernels in twins:
         near(kernels.bind("attend", **weights)(q, scene.keys, scene.cache, selected, scene.plan), expected)
+
+
+@pytest.mark.parametrize("ratio", [0, 4])
+@pytest.mark.parametrize("window", [1, 6])
+@pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
+def test_attend_over_whole_blocks(twins, scenes, turned, tables, spans, window, ratio):
+    """Rows of a draft's block see each other in both directions, and all of them the same rows before the block."""
+    scene = scenes(seed=window, spans=spans, d=10, ring=window)
+    plan = scene.plan._replace(bidirectional=True)
+    q = torch.randn(scene.keys.shape[0], 3, 10, generator=torch.Generator().manual_seed(window))
+    weights = {"sinks": torch.ones(3), "window": window, "ratio": ratio, "rope": tables(4, 64), "scale": 0.4}
+    expected = dense_attend(turned, scene, spans, q, None, **weights, block=True)
+    for kernels in twins:
+        near(kernels.bind("attend", **weights)(q, scene.keys, scene.cache, None, plan), expected)
+
+
+@pytest.mark.parametrize("kind", ["all entries", "selected entries"])
+def test_attend_of_some_of_the_rows(twins, scenes, turned, tables, kind):
+    """Queries may be any of the step's rows, in any order; the keys are still all of them."""
+    spans = ((0, 3), (17, 1), (8, 9), (30, 5))
+    scene = scenes(seed=8, spans=spans, ring=5)
+    owned = torch.tensor([11, 4, 0, 17, 5])
+    rows = torch.stack(tuple(scene.plan.keys)).numpy()
+    plan = build_plan(rows, scene.plan.page_table, (4,), owned=owned.numpy())
+    q = torch.randn(18, 2, 8, generator=torch.Generator().manual_seed(5))
+    weights = {"sinks": torch.zeros(2), "window": 6, "ratio": 4, "rope": tables(4, 64), "scale": 0.4}
+    index_q, index_weights = q[..., :6].contiguous(), q[..., 0].contiguous()
+    chosen = None
+    for kernels in twins:
+        if kind == "selected entries":
+            select = kernels.bind("select_entries", ratio=4, top_k=2, scale=1.0)
+            chosen = select(index_q[owned], index_weights[owned], scene.cache, plan)
+            whole = torch.full((18, chosen.shape[1]), -1)
+            whole[owned] = chosen
+            for row, scores in dense_scores(scene, spans, index_q, index_weights, 1.0):
+                if row in owned.tolist():
+                    best = sorted(scores.argsort(descending=True)[:2].tolist())
+                    assert sorted(t for t in whole[row].tolist() if t >= 0) == best
+        expected = dense_attend(turned, scene, spans, q, None if chosen is None else whole, **weights)
+        out = kernels.bind("attend", **weights)(q[owned], scene.keys, scene.cache, chosen, plan)
+        near(out, expected[owned])
 
 
 @pytest.mark.parametrize("heads,d,rope_dim", [(1, 2, 2), (2, 7, 2), (5, 33, 6)])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from dspark.layers.attention.plan import build_plan
 from dspark.layers.kernels import Kernels
+from dspark.layers.kernels.moe import Routing
 
 EPS32 = 2.0**-24
 # 16 rows is where the compiled products hand over to the library.
@@ -200,21 +201,36 @@ def test_hc_collapse(twins, num_rows, n, width):
         near(kernels.bind("hc_collapse", **weights)(streams), expected)
 
 
+def check_alone(call, *rows):
+    """Every row has the same bits in any company."""
+    together = call(*rows)
+    for first, stop in [(i, i + 1) for i in range(len(together))] + [(3, 11), (0, len(together) - 1)]:
+        assert torch.equal(call(*(part[first:stop] for part in rows)), together[first:stop])
+
+
 def test_a_row_does_not_depend_on_its_neighbours(twins):
-    """Compiled products of up to 16 rows, norms and hyper-connections give a row the same bits in any company."""
+    """Compiled norms and hyper-connections always, products of up to 16 rows."""
     compiled = twins[1]
-    x, streams = random(16, 37), random(16, 4, 9)
     hyper = hyper_weights(4, 9) | {"norm_weight": torch.ones(9), "hc_eps": 1e-6, "norm_eps": 1e-6}
-    for call, rows in (
-        (compiled.bind("linear", weight=random(37, 11, seed=1)), x),
-        (compiled.bind("rms_norm", weight=torch.ones(37), eps=1e-6), x),
-        (lambda s: compiled.bind("hc_pre", **hyper, num_iters=20, constrained=True)(s).x, streams),
-    ):
-        together = call(rows)
-        for i in range(16):
-            assert torch.equal(call(rows[i : i + 1])[0], together[i])
+    check_alone(compiled.bind("linear", weight=random(37, 11, seed=1)), random(16, 37))
+    check_alone(compiled.bind("rms_norm", weight=torch.ones(37), eps=1e-6), random(40, 37))
+    read = compiled.bind("hc_pre", **hyper, num_iters=20, constrained=True)
+    check_alone(lambda streams: read(streams).x, random(40, 4, 9))
 
 
-def test_unknown_backend_is_named():
+def test_deterministic_products_do_not_depend_on_the_row_count(twins):
+    kernels = Kernels("numba", deterministic=True)
+    check_alone(kernels.bind("linear", weight=random(37, 11, seed=1)), random(60, 37))
+    check_alone(kernels.bind("grouped_linear", weight=random(3, 37, 11, seed=1)), random(60, 3, 37))
+    experts = torch.randint(0, 4, (60, 2), generator=torch.Generator().manual_seed(2))
+    forward = kernels.bind(
+        "experts_forward", gate_up=random(4, 37, 10, seed=1), down=random(4, 5, 37, seed=2), limit=2.0
+    )
+    check_alone(lambda x, e, w: forward(x, Routing(e, w)), random(60, 37), experts, random(60, 2, seed=3))
+
+
+def test_backends_that_do_not_exist_or_cannot_promise_are_named():
     with pytest.raises(ValueError, match="'cuda'.*'torch'.*numba"):
         Kernels("cuda")
+    with pytest.raises(ValueError, match="--deterministic needs compiled kernels"):
+        Kernels("torch", deterministic=True)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from dspark.comm.dp_attention import Padding, TokenExchange
 from dspark.layers.kernels import Kernels
 from dspark.layers.moe import Experts, MoE, MoESizes, SharedExpert
 from dspark.layers.params import Scope
@@ -104,7 +105,9 @@ def run_moe(rank, world, named, backend, ep_sizes):
                     assert layer == 3
                     seen[name] = value.clone().numpy()
 
-                out, count = drain(moe.stages(*inputs(num_rows), probe))
+                x, ids = inputs(num_rows)
+                exchange = TokenExchange(groups, (num_rows,), Padding.MAX_LEN, torch.device("cpu"))
+                out, count = drain(moe.stages(x, ids, exchange, probe))
                 assert count == 1 and set(seen) == {"experts", "expert_weights", "moe_out"}
                 assert torch.equal(out, torch.from_numpy(seen["moe_out"]))
                 results[ep, router, num_rows] = seen
