@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ..layers.draft_heads import DraftBlock, Pick
-from .outcome import COMPLETED, Outcome, table_width, to_table, to_verdict, write_logprobs
+from .outcome import COMPLETED, Outcome, rows_to_table, table_width, to_table, write_logprobs
 from .random import Purpose, uniforms
 from .sampling import SamplingRows, greedy_ids, log_probs, target_probs
 from .sequence import RequestState
@@ -68,11 +68,10 @@ class Decider:
         self,
         gamma: int,
         policy: VerifyPolicy,
-        text: StopStrings | None = None,
         temperatures: np.ndarray | None = None,
         joint: bool = False,
     ) -> None:
-        self._gamma, self._policy, self._text, self._temperatures = gamma, policy, text, temperatures
+        self._gamma, self._policy, self._temperatures = gamma, policy, temperatures
         self._verify = verify_blocks if joint else verify_tokens
 
     def pick(self, states: Sequence[RequestState]) -> Pick:
@@ -118,20 +117,6 @@ class Decider:
         counts = [proposed] * num_decoding + [COMPLETED] * (len(states) - num_decoding)
         return to_table([state.number for state in states], counts, verdict)
 
-    def end_at_strings(self, states: Mapping[int, RequestState], table: torch.Tensor) -> torch.Tensor:
-        """``table`` with requests ended where their tokens complete a stop string. The first rank's last word."""
-        if self._text is None:
-            return table
-        rows = [Outcome.from_row(row) for row in table.tolist()]
-        owners = [states[row.number] for row in rows]
-        kept = [self._text.push(state.request.request_id, row.tokens) for state, row in zip(owners, rows)]
-        if all(count is None for count in kept):
-            return table
-        places = [None if count is None else count - 1 for count in kept]
-        verdict = cut(to_verdict(table), [s.num_left for s in owners], [s.stops for s in owners], places)
-        ended = to_table([row.number for row in rows], [row.drafted for row in rows], verdict)
-        return ended.to(table.device)
-
     def logprobs(
         self,
         states: Sequence[RequestState],
@@ -149,6 +134,28 @@ class Decider:
         found = iter(log_probs(logits[at], ids, [n for n, times in zip(asked, emitted) for _ in range(times)]))
         blocks = [[one for one in (next(found) for _ in range(times)) if one is not None] for times in emitted]
         return write_logprobs(blocks, self._gamma, num_top)
+
+
+class Ends:
+    """Ends requests where their text does; on the first rank of the job, which alone has text."""
+
+    def __init__(self, text: StopStrings | None) -> None:
+        self._text = text
+
+    def at_strings(self, states: Mapping[int, RequestState], table: torch.Tensor) -> torch.Tensor:
+        """``table`` with requests ended where their tokens complete a stop string."""
+        if self._text is None:
+            return table
+        rows = [Outcome.from_row(row) for row in table.tolist()]
+        places = [self._place(states[row.number], row.tokens) if row.number in states else None for row in rows]
+        if all(place is None for place in places):
+            return table
+        ended = [row if place is None else row.ended_at(place) for row, place in zip(rows, places)]
+        return rows_to_table(ended, table.shape[1]).to(table.device)
+
+    def _place(self, state: RequestState, tokens: Sequence[int]) -> int | None:
+        kept = self._text.push(state.request.request_id, tokens)
+        return None if kept is None else kept - 1
 
 
 def _block_uniforms(states: Sequence[RequestState], width: int, purpose: Purpose) -> np.ndarray:

@@ -1,10 +1,10 @@
 """The loop: plan a step, draft, choose how much is verified, run the model, judge, apply.
 
 Every rank makes the same calls with the same requests. A request lives on one attention DP rank; all ranks know where,
-and learn what became of it. The first rank of an attention block decides drafts, verified lengths and tokens for its
-requests, and the first rank of the tensor group, which alone knows stop strings, has the last word; decisions travel as
-integer tensors whose shapes are known, so no rank can disagree about a length. Prefill chunks, plain decoding and
-verification are rows of one step, and a rank without rows runs every stage.
+and learn what became of it. The first rank of an attention block of the last stage decides drafts, verified lengths and
+tokens for its requests, and the first rank of the job, which alone knows stop strings, has the last word; decisions
+travel as integer tensors whose shapes are known, so no rank can disagree about a length. Prefill chunks, plain decoding
+and verification are rows of one step, and a rank without rows runs every stage.
 
 Legend: R requests that get tokens in a step, γ drafts a block, T rows, V vocabulary.
 """
@@ -12,24 +12,27 @@ Legend: R requests that get tokens in a step, γ drafts a block, T rows, V vocab
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ..comm.collectives import broadcast
+from ..comm.pipeline import StageLink
 from ..layers.kernels import choose
 from ..layers.params import OnDevice
 from ..parallel.groups import Groups
 from .agreement import Agreement, Shapes, split_rows
 from .cache import Cache, CacheLayout
 from .checkpoint import CheckpointReader
-from .decide import Decider, Drafted, StopStrings
+from .decide import Decider, Drafted, Ends, StopStrings
 from .draft import Drafter, DraftRequests, drafter_class
-from .draft.base import DraftRoom
+from .draft.base import DraftElsewhere, DraftRoom
 from .engine_config import EngineConfig
 from .model_config import ModelConfig, load_model_config
-from .models.deepseek_v4 import DeepseekV4, attention_sizes
+from .models.deepseek_v4 import DeepseekV4, ModelOutput, attention_sizes
 from .outcome import Outcome, read_logprobs, table_width
 from .request import FinishReason, Request, TokenEvent, TokenLogprob
 from .scheduler import Scheduler, StepPlan
@@ -41,6 +44,20 @@ from .spec.sts import load_temperatures
 from .step import Span, Step, build_step
 
 REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length")  # by Verdict.finish
+
+
+class Flight(NamedTuple):
+    """A step on its way through the pipeline.
+
+    ``states`` get tokens when it lands, the first ``num_decoding`` of them by verifying what was ``drafted``, the
+    others by completing their prefill.
+    """
+
+    step: Step
+    shapes: Shapes
+    states: list[RequestState]
+    num_decoding: int
+    drafted: Drafted
 
 
 class Engine:
@@ -56,7 +73,11 @@ class Engine:
         text: StopStrings | None = None,
     ) -> None:
         self.model, self.drafter, self.cache, self.config, self.groups = model, drafter, cache, config, groups
-        self._decider = make_decider(config, drafter.gamma, text) if groups.attn_block.rank == 0 else None
+        self._link = StageLink(groups.pp)
+        is_deciding = self._link.is_last and groups.attn_block.rank == 0
+        self._decider = make_decider(config, drafter.gamma) if is_deciding else None
+        self._ends = Ends(text)
+        self._flights: deque[Flight] = deque()
         self._device = cache.page_table.device
         self._agreement = Agreement(groups, self._device)
         self._scheduler = Scheduler(cache, config.chunk_size)
@@ -85,11 +106,15 @@ class Engine:
         source = OnDevice(CheckpointReader(config.model, model_config, dtype, progress=progress), device)
         kernels, draft = choose(device, dtype, config.deterministic), drafter_class(config.draft)
         taps = draft.tap_layers(model_config)
-        model = DeepseekV4(model_config, source, groups, kernels, config.max_context, device, taps)
+        model = DeepseekV4(model_config, source, groups, kernels, config.max_context, device, taps, dtype)
         max_verify = 1 + (config.gamma or draft.max_gamma(model_config))
         room = DraftRoom(config.max_running, config.max_context, max_verify)
-        drafter = draft.load(model_config, source, model, groups, kernels, room, config.gamma)
-        return cls(model, drafter, make_cache(model_config, config, device, max_verify), groups, config, text)
+        if model.is_last:
+            drafter = draft.load(model_config, source, model, groups, kernels, room, config.gamma)
+        else:
+            drafter = DraftElsewhere(max_verify - 1)
+        cache = make_cache(model_config, config, device, max_verify, model.layers)
+        return cls(model, drafter, cache, groups, config, text)
 
     def add(self, request: Request) -> None:
         """Queue a request that :func:`.request.validate_request` has accepted. The same on every rank."""
@@ -125,21 +150,68 @@ class Engine:
         return bool(self._states)
 
     def step(self) -> list[TokenEvent]:
-        """Run one step and return what it added to each request, without text. Collective over the tensor group."""
+        """Run one step and return what it added to each request, without text. Collective over the job.
+
+        In a pipeline a step launches one flight, moves every flight one stage on, and ends the oldest.
+        """
         if not self._states:
             return []
-        plan = self._scheduler.plan()
+        self._flights.appendleft(self._launch())
+        output = None
+        if self._link.stage < len(self._flights):
+            flight = self._flights[self._link.stage]
+            if sum(flight.shapes.rows):
+                output = self.model.run_stage(flight.step, self.cache, self._link)
+        if len(self._flights) < self._link.num_stages:
+            return []
+        return self._land(self._flights.pop(), output)
+
+    def logits(self, step: Step) -> torch.Tensor:
+        """The logits [N, V] of one ``step`` on every rank, outside of any request. Collective over the job."""
+        output = self.model.run_stage(step, self.cache, self._link)
+        num_logits, vocab_size = step.num_logits, self.model.config.vocab_size
+        if output is None:
+            logits = torch.empty((num_logits, vocab_size), device=self._device)
+        else:
+            logits = output.logits.contiguous()
+        return broadcast(logits, self.groups.pp, self._link.num_stages - 1)
+
+    def _launch(self) -> Flight:
+        plan = self._scheduler.plan(self._link.num_stages)
         drafted = self._draft(plan)
         completed = [chunk.state for chunk in plan.chunks if chunk.completes]
         states = plan.decoding + completed
         step, shapes = self._build(plan, drafted, len(states))
-        logits, taps = self.model.forward(step, self.cache)
-        self.drafter.observe(taps, step.plan)
         for chunk in plan.chunks:
             chunk.state.num_cached += chunk.num_tokens
-        if not sum(shapes.requests):
+        for state in states:
+            state.in_flight = True
+        return Flight(step, shapes, states, len(plan.decoding), drafted.followed_by(len(completed)))
+
+    def _land(self, flight: Flight, output: ModelOutput | None) -> list[TokenEvent]:
+        """Decide what the last stage's ``output`` gives to the flight's requests, tell all ranks, and apply it."""
+        if output is not None:
+            self.drafter.observe(output.taps, flight.step.plan)
+        if not sum(flight.shapes.requests):
             return []
-        return self._judge(states, len(plan.decoding), logits, drafted.followed_by(len(completed)), shapes)
+        shape = (sum(flight.shapes.requests), table_width(self.drafter.gamma))
+        table = torch.empty(shape, dtype=torch.int64, device=self._device)
+        if self._decider:
+            own = self._decider.judge(flight.states, flight.num_decoding, output.logits, flight.drafted)
+            table = self._agreement.collect(own.to(self._device), flight.shapes.requests)
+        table = self._to_first(table)
+        if self.groups.world.rank == 0:
+            table = self._ends.at_strings(self._states, table)
+        rows = [Outcome.from_row(row) for row in broadcast(table, self.groups.world).tolist()]
+        logprobs = self._logprobs(flight, output, rows)
+        for state in flight.states:
+            state.in_flight = False
+        events = [self._apply(row, found) for row, found in zip(rows, logprobs)]
+        return [event for event in events if event is not None]
+
+    def _to_first(self, table: torch.Tensor) -> torch.Tensor:
+        """``table`` of the last stage's first rank on the first stage's. Collective over that pipeline column."""
+        return broadcast(table, self.groups.pp, self._link.num_stages - 1) if self.groups.tp.rank == 0 else table
 
     def _draft(self, plan: StepPlan) -> Drafted:
         """Drafts for the decoding requests and how many of each are verified; the same on every rank of the block."""
@@ -159,7 +231,9 @@ class Engine:
             [state.tokens[-1] for state in drafting],
             others,
         )
-        block = self.drafter.propose(requests, self._decider.pick(drafting) if self._decider and drafting else None)
+        block = None
+        if self._link.is_last:
+            block = self.drafter.propose(requests, self._decider.pick(drafting) if self._decider and drafting else None)
         if not drafting:
             return nothing
         probs, message = None, torch.empty((len(states), 1 + gamma), dtype=torch.int64, device=self._device)
@@ -167,7 +241,9 @@ class Engine:
             other_rows = sum(chunk.num_tokens for chunk in plan.chunks)
             drafts, lens, probs = self._decider.schedule(states, block, max_lens, other_rows)
             message = BlockPlan(drafts, lens).to_tensor().to(self._device)
-        agreed = BlockPlan.from_tensor(broadcast(message, self.groups.attn_block))
+        if self._link.is_last:
+            message = broadcast(message, self.groups.attn_block)
+        agreed = BlockPlan.from_tensor(broadcast(message, self.groups.pp, self._link.num_stages - 1))
         return Drafted(agreed.drafts, agreed.lens, probs)
 
     def _build(self, plan: StepPlan, drafted: Drafted, num_requests: int) -> tuple[Step, Shapes]:
@@ -186,41 +262,33 @@ class Engine:
         sizes = {"split": split, "counts": shapes.rows, "padding": shapes.padding}
         return build_step(spans, self.cache.page_table, layout.ratios, vocab_size, **sizes), shapes
 
-    def _judge(
-        self, states: list[RequestState], num_decoding: int, logits: torch.Tensor, drafted: Drafted, shapes: Shapes
-    ) -> list[TokenEvent]:
-        """Decide what ``logits`` [T, V] give to this block's requests, tell all ranks, and apply what all decided.
-
-        The first ``num_decoding`` of ``states`` verified drafts, the others completed their prefill.
-        """
-        gamma = self.drafter.gamma
-        table = torch.empty((sum(shapes.requests), table_width(gamma)), dtype=torch.int64, device=self._device)
-        if self._decider:
-            own = self._decider.judge(states, num_decoding, logits, drafted).to(self._device)
-            table = self._agreement.collect(own, shapes.requests)
-        if self.groups.tp.rank == 0:
-            table = self._decider.end_at_strings(self._states, table)
-        rows = [Outcome.from_row(row) for row in broadcast(table, self.groups.tp).tolist()]
-        logprobs = self._logprobs(states, logits, drafted, rows, shapes)
-        return [self._apply(self._states[row.number], row, found) for row, found in zip(rows, logprobs)]
-
     def _logprobs(
-        self, states: list[RequestState], logits: torch.Tensor, drafted: Drafted, rows: list[Outcome], shapes: Shapes
+        self, flight: Flight, output: ModelOutput | None, rows: list[Outcome]
     ) -> list[tuple[TokenLogprob, ...]]:
         """Log-probabilities of the emitted tokens, row by row, on the first rank; empty where not asked for."""
         counts = [state.request.params.logprobs for state in self._states.values()]
         num_top = max((count for count in counts if count is not None), default=None)
-        if num_top is None or self._decider is None:
+        if num_top is None:
             return [()] * len(rows)
-        emitted = {row.number: row.tokens for row in rows}
-        own = self._decider.logprobs(states, [emitted[state.number] for state in states], logits, drafted, num_top)
-        table = self._agreement.collect(own.to(self._device), shapes.requests).cpu()
-        return [
-            read_logprobs(values, row.tokens, self._states[row.number].request.params.logprobs)
-            for values, row in zip(table, rows)
+        shape = (len(rows), self.drafter.gamma + 1, 1 + 2 * num_top)
+        table = torch.empty(shape, dtype=torch.float64, device=self._device)
+        if self._decider:
+            emitted = {row.number: row.tokens for row in rows}
+            tokens = [emitted[state.number] for state in flight.states]
+            own = self._decider.logprobs(flight.states, tokens, output.logits, flight.drafted, num_top)
+            table = self._agreement.collect(own.to(self._device), flight.shapes.requests)
+        table = self._to_first(table).cpu()
+        if self.groups.world.rank != 0:
+            return [()] * len(rows)
+        asked = [
+            self._states[row.number].request.params.logprobs if row.number in self._states else None for row in rows
         ]
+        return [read_logprobs(values, row.tokens, count) for values, row, count in zip(table, rows, asked)]
 
-    def _apply(self, state: RequestState, row: Outcome, logprobs: tuple[TokenLogprob, ...]) -> TokenEvent:
+    def _apply(self, row: Outcome, logprobs: tuple[TokenLogprob, ...]) -> TokenEvent | None:
+        state = self._states.get(row.number)
+        if state is None:  # aborted while it was in flight
+            return None
         state.tokens += row.tokens
         # All but the last are in the cache; what was rejected behind them is overwritten before it is read.
         state.num_cached = len(state.tokens) - 1
@@ -234,21 +302,28 @@ class Engine:
         return event
 
 
-def make_decider(config: EngineConfig, gamma: int, text: StopStrings | None) -> Decider:
+def make_decider(config: EngineConfig, gamma: int) -> Decider:
     """The deciding rank's part, from a resolved ``config``. Raises ``ValueError`` for unusable table files."""
     table = load_table(config.sps_table) if config.sps_table else None
     policy = make_policy(config.verify, table, config.confidence_threshold) if gamma else StaticPolicy()
     temperatures = load_temperatures(config.sts, gamma) if config.sts and gamma else None
-    return Decider(gamma, policy, text, temperatures, config.block_verify)
+    return Decider(gamma, policy, temperatures, config.block_verify)
 
 
-def make_cache(model_config: ModelConfig, config: EngineConfig, device: torch.device, max_verify: int = 1) -> Cache:
+def make_cache(
+    model_config: ModelConfig,
+    config: EngineConfig,
+    device: torch.device,
+    max_verify: int = 1,
+    layers: range | None = None,
+) -> Cache:
     """A cache for ``config.max_running`` requests of ``config.max_context`` tokens each.
 
-    ``max_verify``: rows of the widest step that may be rolled back.
+    ``max_verify``: rows of the widest step that may be rolled back. ``layers``: those of this pipeline stage, or all.
     """
+    layers = range(model_config.num_layers) if layers is None else layers
     dtype = getattr(torch, config.dtype)
-    sizes = tuple(attention_sizes(model_config, layer) for layer in range(model_config.num_layers))
+    sizes = tuple(attention_sizes(model_config, layer) for layer in layers)
     layout = CacheLayout(sizes, max_verify, dtype.itemsize)
     num_pages = config.max_running * layout.pages_for(config.max_context)
     return Cache(layout, config.max_running, num_pages, config.max_context, device, dtype)

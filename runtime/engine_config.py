@@ -81,12 +81,8 @@ class EngineConfig:
 
 def check_supported(config: EngineConfig, topology: Topology) -> None:
     """Raise ``ValueError`` for options that are understood but not built yet. Remove a line when its feature lands."""
-    for flag, size in (
-        ("--pp", topology.pp),
-        ("--moe-dp", topology.moe_dp),
-    ):
-        if size > 1:
-            raise ValueError(f"{flag} {size} is not available yet in this version; use {flag} 1")
+    if topology.moe_dp > 1:
+        raise ValueError(f"--moe-dp {topology.moe_dp} is not available yet in this version; use --moe-dp 1")
     for name, built in (
         ("overlap", ("none",)),
         ("dispatcher", ("standard",)),

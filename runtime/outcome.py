@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from .request import TokenLogprob
-from .spec.verdict import NO_TOKEN, Verdict
+from .spec.verdict import NO_TOKEN, STOP, Verdict
 
 NUM_FIELDS = 5
 COMPLETED = -1
@@ -35,6 +35,11 @@ class Outcome(NamedTuple):
         """From a row of :func:`to_table`."""
         return cls(*row[:NUM_FIELDS], [token for token in row[NUM_FIELDS:] if token != NO_TOKEN])
 
+    def ended_at(self, place: int) -> Outcome:
+        """This outcome, stopped behind the token at ``place``; what came after was never emitted."""
+        kept = self.tokens[: place + 1]
+        return self._replace(accepted=min(self.accepted, len(kept)), finish=STOP, tokens=kept)
+
 
 def table_width(gamma: int) -> int:
     """Columns of :func:`to_table`."""
@@ -47,11 +52,10 @@ def to_table(numbers: Sequence[int], drafted: Sequence[int], verdict: Verdict) -
     return torch.from_numpy(np.concatenate((fields.T, verdict.tokens), axis=1))
 
 
-def to_verdict(table: torch.Tensor) -> Verdict:
-    """The verdict of a table made by :func:`to_table`."""
-    values = table.cpu().numpy()
-    tokens = values[:, NUM_FIELDS:]
-    return Verdict(values[:, 2], values[:, 3], (tokens != NO_TOKEN).sum(axis=1), values[:, 4], tokens)
+def rows_to_table(rows: Sequence[Outcome], width: int) -> torch.Tensor:
+    """The table of ``rows`` with ``width`` columns, as :func:`to_table` makes it."""
+    flat = [[*row[:NUM_FIELDS], *row.tokens] for row in rows]
+    return torch.tensor([values + [NO_TOKEN] * (width - len(values)) for values in flat], dtype=torch.int64)
 
 
 def write_logprobs(found: Sequence[Sequence[TokenLogprob]], gamma: int, num_top: int) -> torch.Tensor:

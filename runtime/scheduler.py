@@ -23,7 +23,7 @@ class Chunk(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """``decoding``: requests whose last token is the only one the cache lacks; ``chunks``: prefill."""
+    """``decoding``: requests that have got tokens, the last of which the cache lacks; ``chunks``: prefill."""
 
     decoding: list[RequestState]
     chunks: list[Chunk]
@@ -49,15 +49,20 @@ class Scheduler:
         """Whether any request is unfinished."""
         return bool(self._waiting or self._running)
 
-    def plan(self) -> StepPlan:
-        """Admit what fits and lay out the next step; empty only if nothing is running."""
+    def plan(self, num_flights: int = 1) -> StepPlan:
+        """Admit what fits and lay out the next step from requests that are not in flight.
+
+        ``num_flights``: steps that are under way at a time in a pipeline; each takes a share of the decoding requests.
+        """
         while self._waiting and self._admit(self._waiting[0]):
             self._running.append(self._waiting.popleft())
-        decoding = [state for state in self._running if state.num_waiting == 1]
+        share = -(-len(self._running) // num_flights)
+        ready = [state for state in self._running if not state.in_flight]
+        decoding = [state for state in ready if not state.is_prefilling][:share]
         budget = max(self._chunk_size - len(decoding), 1)
         chunks = []
-        for state in self._running:
-            if state.num_waiting > 1 and budget:
+        for state in ready:
+            if state.is_prefilling and budget:
                 num_tokens = min(state.num_waiting, budget)
                 budget -= num_tokens
                 chunks.append(Chunk(state, num_tokens, num_tokens == state.num_waiting))

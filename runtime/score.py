@@ -45,7 +45,7 @@ def _run(engine: Engine, sequences: dict[int, Sequence[int]], slots, chunks, on_
         size = longest if chunks is None else chunks[min(turn, len(chunks) - 1)]
         running = {index: tokens[start : start + size] for index, tokens in sequences.items() if start < len(tokens)}
         spans = [Span(slots[index], start, tokens, len(tokens)) for index, tokens in running.items()]
-        logits = engine.model.forward(_step(engine, spans), engine.cache).logits
+        logits = engine.logits(_step(engine, spans))
         at = 0
         for index, tokens in running.items():
             on_logits(index, start, logits[at : at + len(tokens)])

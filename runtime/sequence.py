@@ -17,6 +17,7 @@ class RequestState:
     ``tokens``: prompt and emitted tokens. ``num_cached``: how many of them the cache holds; the cache is rewound by
     setting it. ``budget``: new tokens the request may get. ``slot``: its cache slot while it runs. ``gamma``: drafts a
     block; ``spec`` counts what became of them. ``number``: of the request in its engine; ``home``: its DP rank.
+    ``in_flight``: a step is under way that will give it tokens.
     """
 
     request: Request
@@ -30,6 +31,7 @@ class RequestState:
     gamma: int = 0
     number: int = 0
     home: int = 0
+    in_flight: bool = False
     num_prompt: int = field(init=False)
     spec: SpecStats = field(init=False)
 
@@ -66,6 +68,11 @@ class RequestState:
     def num_waiting(self) -> int:
         """Tokens that must still pass the model before the next one can be chosen; at least 1 while running."""
         return len(self.tokens) - self.num_cached
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether it has not got a token yet."""
+        return len(self.tokens) == self.num_prompt
 
     @property
     def num_left(self) -> int:

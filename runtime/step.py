@@ -43,7 +43,7 @@ class Step(NamedTuple):
     where each row sits; ``gather_logit_rows``: brings the wanted rows of all context-parallel ranks together
     [N, ...], in order.
 
-    ``counts``: rows of every row owner of the tp group, in order; ``padding``: how they are gathered for the experts.
+    ``num_logits``: N. ``counts``: rows of every row owner of the tp group, in order; ``padding``: how they are gathered for the experts.
     """
 
     tokens: torch.Tensor
@@ -52,6 +52,7 @@ class Step(NamedTuple):
     counts: tuple[int, ...]
     padding: Padding
     gather_logit_rows: Callable[[torch.Tensor], torch.Tensor]
+    num_logits: int
 
 
 def build_step(
@@ -86,7 +87,7 @@ def build_step(
         gather_logit_rows = RowGather(split.group, places, device)
     at = None if len(logit_rows) == len(tokens) and split is None else torch.from_numpy(logit_rows).to(device)
     counts = (len(tokens),) if counts is None else counts
-    return Step(torch.from_numpy(tokens).to(device), at, plan, counts, padding, gather_logit_rows)
+    return Step(torch.from_numpy(tokens).to(device), at, plan, counts, padding, gather_logit_rows, len(wanted))
 
 
 def _flatten(spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

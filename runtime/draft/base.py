@@ -40,6 +40,12 @@ class DraftRoom(NamedTuple):
     max_verify: int
 
 
+class DraftElsewhere(NamedTuple):
+    """The draft as an earlier pipeline stage knows it: it lives on the last stage, and its blocks are this long."""
+
+    gamma: int
+
+
 class Drafter(Protocol):
     """Proposes tokens and learns from what the target computed.
 
@@ -74,7 +80,7 @@ class Drafter(Protocol):
         """Build the draft. ``gamma`` None is the trained block size; ``ValueError`` if it is larger than that."""
         ...
 
-    def observe(self, taps: torch.Tensor | None, plan: AttentionPlan) -> None:
+    def observe(self, taps: torch.Tensor, plan: AttentionPlan) -> None:
         """Take in a target step's ``taps`` [T, ...], rows as in ``plan``; rejected rows do no harm. Collective."""
         ...
 

@@ -116,7 +116,7 @@ class DSparkDrafter:
             raise ValueError(f"--gamma is {gamma}, but the draft was trained for blocks of 1 to {trained} tokens")
         return cls(config, config.dspark, source, target, groups, kernels, room, trained if gamma is None else gamma)
 
-    def observe(self, taps: torch.Tensor | None, plan: AttentionPlan) -> None:
+    def observe(self, taps: torch.Tensor, plan: AttentionPlan) -> None:
         """See :meth:`.base.Drafter.observe`."""
         context, plan = self._main_norm(self._main_proj(plan.gather(taps))), plan.of_keys()
         for project, key, cache in zip(self._context, self._keys, self._cache.layers):

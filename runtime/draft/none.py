@@ -45,7 +45,7 @@ class NoDraft:
             raise ValueError(f"--gamma is {gamma}, but there is no draft; choose a draft or leave --gamma out")
         return cls()
 
-    def observe(self, taps: torch.Tensor | None, plan: AttentionPlan) -> None:
+    def observe(self, taps: torch.Tensor, plan: AttentionPlan) -> None:
         """Nothing to learn."""
 
     def propose(self, requests: DraftRequests, pick: Pick | None) -> DraftBlock | None:

@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from ...comm.dp_attention import TokenExchange
+from ...comm.pipeline import StageLink
 from ...layers.attention.plan import AttentionPlan, LayerCache
 from ...layers.attention.v4 import V4Attention, V4AttentionSizes
 from ...layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -23,6 +24,7 @@ from ...layers.params import ParamSource, Scope
 from ...layers.probe import Probe, ignore
 from ...layers.rope import RopeTable, Yarn, build_rope_table
 from ...parallel.groups import Groups
+from ...parallel.pipeline import stage_layers
 from ..cache import Cache
 from ..model_config import ModelConfig, RopeConfig
 from ..step import Step
@@ -141,14 +143,29 @@ class Block:
 
 class ModelOutput(NamedTuple):
     """``logits`` float32 [N, V], equal on every rank of the attention block. ``taps`` [T, len(ids) * D]: the mean of
-    the streams after each tapped layer, side by side, or None when no layer is tapped."""
+    the streams after each tapped layer, side by side."""
 
     logits: torch.Tensor
-    taps: torch.Tensor | None
+    taps: torch.Tensor
+
+
+class Activations(NamedTuple):
+    """What one pipeline stage hands to the next: ``streams`` [T, n, D] and ``taps`` [T, layers tapped so far * D]."""
+
+    streams: torch.Tensor
+    taps: torch.Tensor
+
+    def pack(self) -> torch.Tensor:
+        """As one tensor [T, n D + taps]."""
+        return torch.cat((self.streams.flatten(1), self.taps), dim=1)
 
 
 class DeepseekV4:
-    """The model on this rank. ``tap_layers``: layers whose stream means a draft wants to see."""
+    """The model on this rank: the layers of its pipeline stage.
+
+    ``tap_layers``: layers whose stream means a draft wants to see. The first stage embeds, the last has the head; with
+    ``tap_layers`` the last embeds too, for the draft.
+    """
 
     def __init__(
         self,
@@ -159,18 +176,24 @@ class DeepseekV4:
         max_context: int,
         device: torch.device,
         tap_layers: tuple[int, ...] = (),
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.config, self._groups, self._tap_layers = config, groups, tap_layers
+        self.layers = stage_layers(config.num_layers, groups.pp.size)[groups.pp.rank]
+        self._dtype = dtype
+        self.is_first, self.is_last = groups.pp.rank == 0, groups.pp.rank == groups.pp.size - 1
         ropes = {
             "main": rope_table(config, config.main_rope, max_context, device),
             "compress": rope_table(config, config.compress_rope, max_context, device),
         }
         top = Scope(source)
-        self.embed = VocabParallelEmbedding(top, "embed.weight", config.vocab_size, groups.attn_tp)
-        self._blocks = [self._block(top, layer, ropes, groups, kernels) for layer in range(config.num_layers)]
-        self._hyper_head = HyperHead(top, "hc_head", hyper_sizes(config), kernels)
-        self._norm = RMSNorm(top, "norm", config.rms_norm_eps, kernels)
-        self.head = ParallelLMHead(top, "head.weight", config.vocab_size, groups.attn_tp, kernels)
+        if self.is_first or (self.is_last and tap_layers):
+            self.embed = VocabParallelEmbedding(top, "embed.weight", config.vocab_size, groups.attn_tp)
+        self._blocks = [self._block(top, layer, ropes, groups, kernels) for layer in self.layers]
+        if self.is_last:
+            self._hyper_head = HyperHead(top, "hc_head", hyper_sizes(config), kernels)
+            self._norm = RMSNorm(top, "norm", config.rms_norm_eps, kernels)
+            self.head = ParallelLMHead(top, "head.weight", config.vocab_size, groups.attn_tp, kernels)
 
     def _block(self, top: Scope, layer: int, ropes: dict[str, RopeTable], groups: Groups, kernels: Kernels) -> Block:
         attention = attention_sizes(self.config, layer)
@@ -178,22 +201,62 @@ class DeepseekV4:
         sizes = (attention, moe_sizes(self.config, layer), hyper_sizes(self.config))
         return Block(top.scope(f"layers.{layer}"), *sizes, rope, groups, kernels, layer)
 
-    def stages(self, step: Step, cache: Cache, probe: Probe = ignore) -> Generator[None, None, ModelOutput]:
-        """The forward of ``step`` as stages, see :meth:`Block.stages`; the step's rows are stored in ``cache``."""
+    @property
+    def num_taps_before(self) -> int:
+        """Tapped layers of earlier stages."""
+        return sum(layer < self.layers.start for layer in self._tap_layers)
+
+    def unpack(self, packed: torch.Tensor) -> Activations:
+        """The activations that the stage before packed, [T, n D + taps]."""
+        width = self.config.hc_mult * self.config.hidden_size
+        streams = packed[:, :width].unflatten(1, (self.config.hc_mult, self.config.hidden_size))
+        return Activations(streams.contiguous(), packed[:, width:])
+
+    def packed_width(self) -> int:
+        """Columns of what the stage before packs."""
+        return (self.config.hc_mult + self.num_taps_before) * self.config.hidden_size
+
+    def begin(self, step: Step) -> Activations:
+        """The activations before the first layer, on the first stage. Collective over attn_tp."""
         streams = self.embed(step.tokens).unsqueeze(1).repeat(1, self.config.hc_mult, 1)
+        return Activations(streams, streams.new_empty(streams.shape[0], 0))
+
+    def stages(
+        self, step: Step, cache: Cache, before: Activations, probe: Probe = ignore
+    ) -> Generator[None, None, Activations]:
+        """This rank's layers as stages, see :meth:`Block.stages`; the step's rows are stored in ``cache``."""
         exchange = TokenExchange(self._groups, step.counts, step.padding, step.tokens.device)
-        ids, taps = exchange.gather(step.tokens), []
-        for layer, block in enumerate(self._blocks):
-            streams = yield from block.stages(streams, ids, cache.layers[layer], step.plan, exchange, probe)
+        ids, streams, taps = exchange.gather(step.tokens), before.streams, [before.taps]
+        for layer, block, layer_cache in zip(self.layers, self._blocks, cache.layers):
+            streams = yield from block.stages(streams, ids, layer_cache, step.plan, exchange, probe)
             if layer in self._tap_layers:
                 taps.append(streams.mean(dim=1))
-        if step.logit_rows is not None:
-            streams = streams[step.logit_rows]
+        return Activations(streams, torch.cat(taps, dim=1) if len(taps) > 1 else taps[0])
+
+    def finish(self, step: Step, last: Activations, probe: Probe = ignore) -> ModelOutput:
+        """Logits of the wanted rows, on the last stage. Collective over attn_tp (and attn_cp where rows are split)."""
+        streams = last.streams if step.logit_rows is None else last.streams[step.logit_rows]
         hidden = step.gather_logit_rows(self._norm(self._hyper_head(streams)))
         probe("final_norm", self.config.num_layers, hidden)
-        return ModelOutput(self.head(hidden), torch.cat(taps, dim=-1) if taps else None)
+        return ModelOutput(self.head(hidden), last.taps)
 
     @torch.inference_mode()
     def forward(self, step: Step, cache: Cache, probe: Probe = ignore) -> ModelOutput:
-        """The forward of ``step`` without overlap. Collective."""
-        return drain(self.stages(step, cache, probe))
+        """The whole forward of ``step`` on the only stage, without overlap. Collective."""
+        assert self.is_first and self.is_last, "a pipeline runs its stages one by one"
+        return self.finish(step, drain(self.stages(step, cache, self.begin(step), probe)), probe)
+
+    @torch.inference_mode()
+    def run_stage(self, step: Step, cache: Cache, link: StageLink) -> ModelOutput | None:
+        """This rank's part of the forward of ``step``: receives from the stage before, sends to the next, and gives the
+        output on the last stage. Collective over the stage's tensor group."""
+        if self.is_first:
+            before = self.begin(step)
+        else:
+            shape = (step.tokens.shape[0], self.packed_width())
+            before = self.unpack(link.receive(shape, self._dtype, step.tokens.device))
+        after = drain(self.stages(step, cache, before))
+        if self.is_last:
+            return self.finish(step, after)
+        link.send(after.pack())
+        return None
