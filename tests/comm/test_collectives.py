@@ -180,6 +180,20 @@ def test_the_sum_of_two_is_the_correctly_rounded_one(run_ranks):
     assert all(run_ranks(_rounded_pairs, 2))
 
 
+def _short_floats(rank, world):
+    group = Groups.build(Topology.make(world), rank).world
+    inputs = [torch.randn(999, generator=torch.Generator().manual_seed(r)).bfloat16() for r in range(world)]
+    expected = sum(x.float() for x in inputs).bfloat16()
+    assert not torch.equal(expected, sum(inputs[1:], inputs[0]))
+    same(collectives.all_reduce(inputs[rank].clone(), group), expected)
+    same(collectives.reduce_scatter_v(inputs[rank], group, [999, 0, 0, 0])[:999], expected[: 999 * (rank == 0)])
+    return True
+
+
+def test_16_bit_sums_are_added_up_in_fp32(run_ranks):
+    assert all(run_ranks(_short_floats, 4))
+
+
 def _order_of_sums(rank, world):
     """The same numbers alone, in a small and in a large tensor (one hop and two hops), in fp32 with real rounding."""
     group = Groups.build(Topology.make(world), rank).world

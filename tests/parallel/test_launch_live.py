@@ -156,12 +156,15 @@ torch.set_num_threads(1)
 process = init(detect(), "cpu", 60)
 groups = Groups.build(Topology.make(process.world, nodes=process.nodes), process.rank)
 total = collectives.all_reduce(torch.tensor([process.rank + 1]), groups.world).item()
+stale = process.store.check(["left behind"])
+collectives.barrier(groups.world)
+process.store.set("left behind", "1")
 if "--die" in sys.argv and process.info.attempt == 0 and process.rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 collectives.barrier(groups.world)
 i = process.info
 print(f"result {i.launcher} rank {i.rank} of {i.world} local {i.local_rank} of {i.local_size} "
-      f"attempt {i.attempt} nodes {process.nodes} total {total}", flush=True)
+      f"attempt {i.attempt} nodes {process.nodes} total {total} stale {stale}", flush=True)
 process.close()
 """
 
@@ -177,10 +180,11 @@ def started(tmp_path, *command):
 
 
 def test_torchrun_restarts_after_a_rank_was_killed(tmp_path):
+    """The second attempt must see nothing of the first in the agent's store: gloo's old addresses are there."""
     torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     lines = started(tmp_path, *torchrun, "--max-restarts=1", None, "--die")
     ranks = [f"rank {r} of 2 local {r} of 2" for r in range(2)]
-    assert lines == [f"result torchrun {rank} attempt 1 nodes (0, 0) total 3" for rank in ranks]
+    assert lines == [f"result torchrun {rank} attempt 1 nodes (0, 0) total 3 stale False" for rank in ranks]
 
 
 def test_mpirun_broadcasts_address_and_port(tmp_path):
@@ -191,4 +195,4 @@ def test_mpirun_broadcasts_address_and_port(tmp_path):
         pytest.skip("there is no mpirun; the mpich wheel has one")
     lines = started(tmp_path, mpirun, "-n", "2", sys.executable, "-P", None)
     ranks = [f"rank {r} of 2 local {r} of 2" for r in range(2)]
-    assert lines == [f"result mpi {rank} attempt 0 nodes (0, 0) total 3" for rank in ranks]
+    assert lines == [f"result mpi {rank} attempt 0 nodes (0, 0) total 3 stale False" for rank in ranks]
