@@ -38,12 +38,24 @@ make_venv() {
     fi
 }
 
+# Whether an install whose stamp says $1 was made with all the extras of $2.
+is_installed() {
+    local wanted="$1" extras="$2" stamp extra
+    for stamp in "$VENV"/installed-*; do
+        [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] || continue
+        for extra in ${extras//,/ }; do
+            case ",${stamp##*/installed-}," in *",$extra,"*) ;; *) continue 2 ;; esac
+        done
+        return 0
+    done
+    return 1
+}
+
 prepare() {
-    local extras="$1" wanted stamp
+    local extras="$1" wanted
     # An editable install points to this folder, so a moved checkout needs a new one.
     wanted="$(printf '%s\n' "$ROOT" && cat "$ROOT/setup.py" "$ROOT/constraints-cpu.txt")"
-    stamp="$VENV/installed-$extras"
-    if [ -x "$PYTHON" ] && [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
+    if [ -x "$PYTHON" ] && is_installed "$wanted" "$extras"; then
         return
     fi
     if ! "$PYTHON" -c '' 2>/dev/null || { [ -f "$VENV/root" ] && [ "$(cat "$VENV/root")" != "$ROOT" ]; }; then
@@ -55,5 +67,5 @@ prepare() {
         say "error: pip could not install dspark[$extras]; its message is above. Running this script again continues."
         return 1
     fi
-    printf '%s\n' "$wanted" >"$stamp"
+    printf '%s\n' "$wanted" >"$VENV/installed-$extras"
 }
