@@ -1,0 +1,45 @@
+"""Benchmarks: figures against a stated baseline that is measured in the same run.
+
+Example: dspark bench decode --batch 1,8 --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+
+from ..cli import EXIT_OK, Parser
+
+# name -> (module with ``add_arguments(parser)`` and ``run(args)``, what it measures)
+BENCHMARKS: dict[str, tuple[str, str]] = {
+    "decode": ("..bench.decode", "decode speed against transformers, time per token by context, profile of a step"),
+    "prefill": ("..bench.prefill", "prefill speed against transformers, peak memory by length"),
+    "layouts": ("..bench.layouts", "every layout of ranks gives the tokens of one rank"),
+    "memory": ("..bench.memory", "memory per token of context against the formula of dspark check"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmark's name; everything behind it is read by the benchmark, which is loaded only then."""
+    lines = [f"  {name:<10} {about}" for name, (_, about) in BENCHMARKS.items()]
+    parser.epilog = "\n".join(["benchmarks:", *lines, "", "dspark bench NAME --help explains one"])
+    parser.add_argument("name", nargs="?", metavar="NAME", help="which benchmark; without a name they are listed")
+    parser.add_argument("options", nargs=argparse.REMAINDER, metavar="...", help="options of the benchmark")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the benchmark that ``args`` names; raises ``ValueError`` listing the names for an unknown one."""
+    if args.name is None:
+        print("\n".join(f"{name:<10} {about}" for name, (_, about) in BENCHMARKS.items()))
+        return EXIT_OK
+    if args.name not in BENCHMARKS:
+        raise ValueError(f"unknown benchmark {args.name!r}; there are {', '.join(BENCHMARKS)}")
+    module = importlib.import_module(BENCHMARKS[args.name][0], __package__)
+    parser = Parser(
+        prog=f"dspark bench {args.name}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    module.add_arguments(parser)
+    return module.run(parser.parse_args(args.options))
