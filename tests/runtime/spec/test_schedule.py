@@ -143,6 +143,12 @@ def test_async_spends_the_budget_on_the_best_current_drafts():
         AsyncPolicy(curve([1.0]), lag=0)
 
 
+def test_sync_stops_at_a_tie():
+    c = np.array([[1.0, 1.0]])
+    schedule = SyncPolicy(curve([1.0, 0.5, 0.5])).plan([0], c, full(c))
+    assert schedule.lens.tolist() == [0] and schedule.expected == 1.0
+
+
 def test_certain_drafts_are_taken_in_order():
     for policy in (SyncPolicy(curve([1.0] * 5 + [0.01] * 9)), AsyncPolicy(curve([1.0] * 5 + [0.01] * 9))):
         c = np.ones((2, 4))
