@@ -27,6 +27,8 @@ VERBS: dict[str, tuple[str, str]] = {
     "topology": (".verbs.topology", "rank tables of a layout, without starting it"),
     "check": (".verbs.check", "read a checkpoint's headers: everything there, fits, memory per rank"),
     "generate": (".verbs.generate", "decode prompts"),
+    "profile-sps": (".verbs.profile_sps", "measure steps a second against verified rows, for --sps-table"),
+    "calibrate": (".verbs.calibrate", "fit the temperatures of a draft's confidences, for --sts"),
     "score": (".verbs.score", "log-probabilities of given tokens"),
     "bench": (".verbs.bench", "speed and memory against a stated baseline"),
 }

@@ -9,7 +9,7 @@ Legend: R requests that get tokens, γ drafts a block, T packed rows, V vocabula
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -37,13 +37,18 @@ class StopStrings(Protocol):
         ...
 
 
+Recorder = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], None]
+"""Told of each step: raw confidence logits [R, γ]; drafts verified, kept before any cut, and tokens emitted, all [R]."""
+
+
 class Drafted(NamedTuple):
     """The drafts of a step: ``drafts`` [R, γ], ``lens`` [R] how many are verified, ``probs`` [R, γ, V] float64 the laws
-    they were drawn from, or None where all are greedy."""
+    they were drawn from, or None where all are greedy; ``confidence`` [R, γ] raw logits, on the rank that drew."""
 
     drafts: np.ndarray
     lens: np.ndarray
     probs: np.ndarray | None
+    confidence: np.ndarray | None = None
 
     @classmethod
     def nothing(cls, num_requests: int, gamma: int) -> Drafted:
@@ -58,7 +63,8 @@ class Drafted(NamedTuple):
         probs = self.probs
         if probs is not None:
             probs = np.concatenate([probs, np.zeros((num_requests, *probs.shape[1:]))])
-        return Drafted(np.concatenate([self.drafts, more.drafts]), np.concatenate([self.lens, more.lens]), probs)
+        drafts, lens = np.concatenate([self.drafts, more.drafts]), np.concatenate([self.lens, more.lens])
+        return Drafted(drafts, lens, probs, self.confidence)
 
 
 class Decider:
@@ -71,7 +77,8 @@ class Decider:
         temperatures: np.ndarray | None = None,
         joint: bool = False,
     ) -> None:
-        self._gamma, self._policy, self._temperatures = gamma, policy, temperatures
+        self._gamma, self.policy, self._temperatures = gamma, policy, temperatures
+        self.recorder: Recorder | None = None
         self._verify = verify_blocks if joint else verify_tokens
 
     def pick(self, states: Sequence[RequestState]) -> Pick:
@@ -86,10 +93,11 @@ class Decider:
     ) -> Drafted:
         """How many of each request's drafts are verified, at most ``max_lens`` [R]."""
         logits = block.confidence_logits
-        c = None if logits is None else conditional(logits.float().cpu().numpy(), self._temperatures)
-        plan = self._policy.plan([state.request.request_id for state in states], c, max_lens, other_rows)
+        logits = None if logits is None else logits.float().cpu().numpy()
+        c = None if logits is None else conditional(logits, self._temperatures)
+        plan = self.policy.plan([state.request.request_id for state in states], c, max_lens, other_rows)
         probs = None if block.probs is None else block.probs.cpu().numpy()
-        return Drafted(block.tokens.cpu().numpy(), plan.lens, probs)
+        return Drafted(block.tokens.cpu().numpy(), plan.lens, probs, logits)
 
     def judge(
         self, states: Sequence[RequestState], num_decoding: int, logits: torch.Tensor, drafted: Drafted
@@ -112,7 +120,10 @@ class Decider:
             coins = _block_uniforms(states, self._gamma, Purpose.ACCEPT)
             final = _block_uniforms(states, 1, Purpose.TARGET)[:, 0]
             verdict = self._verify(rows, probs, drafted.drafts, coins, final, drafted.probs)
-        verdict = cut(verdict, [state.num_left for state in states], [state.stops for state in states])
+        uncut, verdict = verdict, cut(verdict, [state.num_left for state in states], [state.stops for state in states])
+        if self.recorder is not None and drafted.confidence is not None:
+            n = len(drafted.confidence)
+            self.recorder(drafted.confidence, drafted.lens[:n], uncut.accepted[:n], verdict.emitted[:n])
         proposed = self._gamma if drafted.lens.any() else 0
         counts = [proposed] * num_decoding + [COMPLETED] * (len(states) - num_decoding)
         return to_table([state.number for state in states], counts, verdict)

@@ -27,7 +27,7 @@ from ..parallel.groups import Groups
 from .agreement import Agreement, Shapes, split_rows
 from .cache import Cache, CacheLayout
 from .checkpoint import CheckpointReader
-from .decide import Decider, Drafted, Ends, StopStrings
+from .decide import Decider, Drafted, Ends, Recorder, StopStrings
 from .draft import Drafter, DraftRequests, drafter_class
 from .draft.base import DraftElsewhere, DraftRoom
 from .engine_config import EngineConfig
@@ -38,7 +38,7 @@ from .request import FinishReason, Request, TokenEvent, TokenLogprob
 from .scheduler import Scheduler, StepPlan
 from .sequence import RequestState
 from .spec.rows import BlockPlan
-from .spec.schedule import StaticPolicy, make_policy
+from .spec.schedule import StaticPolicy, VerifyPolicy, make_policy
 from .spec.sps import load_table
 from .spec.sts import load_temperatures
 from .step import Span, Step, build_step
@@ -145,6 +145,16 @@ class Engine:
         if state.home == self.groups.attn_dp.rank:
             self._scheduler.finish(state)
 
+    def set_policy(self, policy: VerifyPolicy) -> None:
+        """Replace how verified lengths are chosen, from the next step on; no effect on ranks that do not decide."""
+        if self._decider:
+            self._decider.policy = policy
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Have ``recorder`` told of every verified block, on the deciding ranks."""
+        if self._decider:
+            self._decider.recorder = recorder
+
     def has_work(self) -> bool:
         """Whether any request is unfinished; the same on every rank."""
         return bool(self._states)
@@ -236,15 +246,15 @@ class Engine:
             block = self.drafter.propose(requests, self._decider.pick(drafting) if self._decider and drafting else None)
         if not drafting:
             return nothing
-        probs, message = None, torch.empty((len(states), 1 + gamma), dtype=torch.int64, device=self._device)
+        decided, message = None, torch.empty((len(states), 1 + gamma), dtype=torch.int64, device=self._device)
         if self._decider:
             other_rows = sum(chunk.num_tokens for chunk in plan.chunks)
-            drafts, lens, probs = self._decider.schedule(states, block, max_lens, other_rows)
-            message = BlockPlan(drafts, lens).to_tensor().to(self._device)
+            decided = self._decider.schedule(states, block, max_lens, other_rows)
+            message = BlockPlan(decided.drafts, decided.lens).to_tensor().to(self._device)
         if self._link.is_last:
             message = broadcast(message, self.groups.attn_block)
         agreed = BlockPlan.from_tensor(broadcast(message, self.groups.pp, self._link.num_stages - 1))
-        return Drafted(agreed.drafts, agreed.lens, probs)
+        return decided or Drafted(agreed.drafts, agreed.lens, None)
 
     def _build(self, plan: StepPlan, drafted: Drafted, num_requests: int) -> tuple[Step, Shapes]:
         spans = []

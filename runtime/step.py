@@ -43,7 +43,8 @@ class Step(NamedTuple):
     where each row sits; ``gather_logit_rows``: brings the wanted rows of all context-parallel ranks together
     [N, ...], in order.
 
-    ``num_logits``: N. ``counts``: rows of every row owner of the tp group, in order; ``padding``: how they are gathered for the experts.
+    ``num_logits``: N. ``counts``: rows of every row owner of the tp group, in order; ``padding``: how they are gathered
+    for the experts.
     """
 
     tokens: torch.Tensor

@@ -71,6 +71,23 @@ class StaticPolicy:
         return _schedule(np.array(max_lens, dtype=np.int64), None if c is None else survival(c), int(max_lens.sum()))
 
 
+class FixedPolicy:
+    """Verify the same number of drafts of every request; for measurements.
+
+    P2: the lengths are a constant, or ``max_lens``, which was known before anything was drafted.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def plan(
+        self, requests: Sequence[Hashable], c: np.ndarray | None, max_lens: np.ndarray, other_rows: int = 0
+    ) -> Schedule:
+        """See :class:`VerifyPolicy`."""
+        lens = np.minimum(max_lens, self.length)
+        return _schedule(lens, None if c is None else survival(c), int(lens.sum()))
+
+
 class ThresholdPolicy:
     """Verify the drafts before the first whose confidence is below a fixed threshold; for experiments.
 

@@ -1,0 +1,132 @@
+"""Fit the temperatures that make a draft's confidences mean what they say, for --sts.
+
+Examples:
+  dspark calibrate --input prompts.jsonl --output sts.json
+  dspark calibrate --input prompts.jsonl --output sts.json --picture reliability.png --temperature 1
+
+Decodes the prompts with every draft verified, then fits one temperature a place, left to right, so that the estimated
+survival of drafts 1..k agrees with how often they survived. Half of the blocks are held out; the errors shown, before
+and after, are those of that half.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+
+import numpy as np
+
+from ..bench.picture import check_picture, save_reliability
+from ..bench.table import table
+from ..cli import EXIT_OK, running
+from ..drive import admit, drive
+from ..inputs import Inputs, requests_from_file
+from ..request import SamplingParams
+from ..session import Session
+from ..share import from_first, share_requests
+from ..spec.schedule import StaticPolicy
+from ..spec.sts import CalibrationSamples, StsFit, fit, report
+from .engine_flags import add_model_flags, open_session
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this verb's flags."""
+    parser.add_argument("--input", required=True, metavar="FILE.jsonl", action="append", help="prompts; repeatable")
+    parser.add_argument("--output", metavar="FILE.json", help="write the temperatures here (default: print them)")
+    parser.add_argument("--picture", metavar="FILE.png", help="reliability before and after (needs matplotlib)")
+    parser.add_argument("--max-new-tokens", type=int, default=96, metavar="N", help="tokens per prompt (default 96)")
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="X", help="of sampling (default 1)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object with all figures")
+    add_model_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Decode and fit; collective over all ranks that were started."""
+    check_picture(args.picture)
+    params = SamplingParams(max_new_tokens=args.max_new_tokens, temperature=args.temperature).validate()
+    with open_session(args, verify="static", confidence_threshold=None) as session:
+        sizes = session.groups.topology.sizes
+        if sizes["dp"] > 1 or sizes["pp"] > 1:
+            raise ValueError(
+                f"calibrate needs --dp 1 and --pp 1, not {sizes['dp']} and {sizes['pp']}; use --tp or --cp"
+            )
+        with running():
+            samples = collect(session, args.input, params)
+        if not session.is_first:
+            return EXIT_OK
+        if samples is None:
+            raise ValueError("the draft has no confidence head (or there is no draft): nothing to calibrate")
+        train, held_out = halves(samples)
+        fitted = fit(train, dataset=",".join(args.input))
+        figures = {
+            "fit": fitted.to_json(),
+            "held_out_before": report(held_out),
+            "held_out_after": report(held_out, fitted.temperatures),
+        }
+        _show(args, fitted, figures)
+    return EXIT_OK
+
+
+def collect(session: Session, files: list[str], params: SamplingParams) -> CalibrationSamples | None:
+    """Confidence logits and outcomes of every block while ``files`` are decoded, on the first rank.
+
+    Collective over the job.
+    """
+    parts: list[CalibrationSamples] = []
+
+    def record(logits: np.ndarray, lens: np.ndarray, accepted: np.ndarray, emitted: np.ndarray) -> None:
+        whole = lens == logits.shape[1]
+        parts.append(CalibrationSamples.from_blocks(logits[whole], accepted[whole], emitted[whole]))
+
+    session.engine.set_policy(StaticPolicy())
+    session.engine.record(record)
+    for number, path in enumerate(files):
+        inputs = Inputs()
+
+        def prepare(path: str = path, number: int = number) -> None:
+            nonlocal inputs
+            read = requests_from_file(path, params, session.encode)
+            named = [dataclasses.replace(r, request_id=f"{number}/{r.request_id}") for r in read.requests]
+            inputs = admit(Inputs(tuple(named)), session.text, session.vocab_size, session.max_context)
+
+        from_first(prepare, session.world)
+        for _ in drive(session.engine, share_requests(inputs.requests, session.world), session.text):
+            pass
+    session.engine.record(None)
+    return CalibrationSamples.concatenate(parts) if parts else None
+
+
+def halves(samples: CalibrationSamples) -> tuple[CalibrationSamples, CalibrationSamples]:
+    """Every other block, so that both halves hold all prompts."""
+    return tuple(
+        CalibrationSamples(samples.logits[start::2], samples.kept[start::2], samples.valid[start::2])
+        for start in (0, 1)
+    )
+
+
+def _show(args: argparse.Namespace, fitted: StsFit, figures: dict[str, dict]) -> None:
+    if args.output:
+        fitted.save(args.output)
+    before, after = figures["held_out_before"], figures["held_out_after"]
+    if args.json:
+        print(json.dumps(figures))
+    elif not args.output:
+        print(json.dumps(fitted.to_json()))
+    else:
+        header = ["place", "temperature", "ECE before", "ECE after", "AUROC", "blocks"]
+        rows = [
+            [
+                str(k + 1),
+                f"{fitted.temperatures[k]:.3f}",
+                f"{100 * before['ece'][k]:.2f} %",
+                f"{100 * after['ece'][k]:.2f} %",
+                f"{after['auroc'][k]:.3f}",
+                str(after["samples"][k]),
+            ]
+            for k in range(len(fitted.temperatures))
+        ]
+        print("held-out half:")
+        print(table(header, rows))
+    if args.picture:
+        save_reliability(args.picture, before["diagram"], after["diagram"])

@@ -1,0 +1,118 @@
+"""Measure how many steps a second this layout makes against the rows of a step, for --verify sync and async.
+
+Examples:
+  dspark profile-sps --output sps.json
+  torchrun --nproc-per-node 2 -m dspark.runtime profile-sps --tp 2 --output sps.json --picture sps.png
+
+For growing numbers of requests, a fixed number of drafts is verified in every step, from none to all of a block; whole
+steps are timed, drafting included. The table is the JSON that --sps-table reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from typing import NamedTuple
+
+import numpy as np
+
+from ..bench.flags import at_least_one
+from ..bench.machine import machine_line
+from ..bench.picture import check_picture, save_lines
+from ..bench.table import table
+from ..cli import EXIT_OK, running
+from ..engine import Engine
+from ..request import Request, SamplingParams
+from ..spec.schedule import FixedPolicy
+from ..spec.sps import fit_additive, save_table
+from .engine_flags import add_model_flags, open_session
+
+PROMPT_TOKENS = 48
+NUM_WARM_STEPS = 2
+
+
+class Probe(NamedTuple):
+    """Median ``seconds`` of steps with ``num_requests`` requests and ``num_rows`` rows."""
+
+    num_requests: int
+    num_rows: int
+    seconds: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this verb's flags."""
+    parser.add_argument("--output", metavar="FILE.json", help="write the table here (default: print it)")
+    parser.add_argument("--picture", metavar="FILE.png", help="draw the measured curve (needs matplotlib)")
+    parser.add_argument("--steps", type=at_least_one, default=12, metavar="N", help="steps per point (default 12)")
+    parser.add_argument("--json", action="store_true", help="print the table as JSON even with --output")
+    add_model_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure; collective over all ranks that were started."""
+    check_picture(args.picture)
+    with open_session(args) as session:
+        gamma = session.engine.drafter.gamma
+        if gamma == 0:
+            raise ValueError("there is no draft whose verification could be measured; use a checkpoint that has one")
+        with running():
+            probes = measure(session.engine, session.config.max_running, gamma, args.steps)
+            if session.is_first:
+                layout = {name: size for name, size in session.groups.topology.sizes.items() if size > 1}
+                report(
+                    args, probes, {"layout": layout, "machine": machine_line(session.process.device), "gamma": gamma}
+                )
+    return EXIT_OK
+
+
+def measure(engine: Engine, max_running: int, gamma: int, num_steps: int) -> list[Probe]:
+    """Time steps of 1, 2, 4, .. requests with 0, 1, .. γ drafts verified of each. Collective over the job."""
+    numbers, vocab_size = random.Random(1), engine.model.config.vocab_size
+    num_dp = engine.groups.attn_dp.size
+    probes = []
+    count = 1
+    while count <= max_running:
+        budget = (gamma + 1) * (NUM_WARM_STEPS + num_steps) * (gamma + 2)
+        params = SamplingParams(max_new_tokens=budget, ignore_eos=True)
+        ids = [f"probe {count} {i}" for i in range(count * num_dp)]
+        for i, name in enumerate(ids):
+            prompt = tuple(numbers.randrange(vocab_size) for _ in range(PROMPT_TOKENS))
+            engine.add(Request(name, prompt, params, i))
+        ready: set[str] = set()
+        while len(ready) < len(ids):
+            ready |= {event.request_id for event in engine.step()}
+        for length in range(gamma + 1):
+            engine.set_policy(FixedPolicy(length))
+            seconds = []
+            for _ in range(NUM_WARM_STEPS + num_steps):
+                start = time.perf_counter()
+                engine.step()
+                seconds.append(time.perf_counter() - start)
+            probes.append(Probe(count, count * (1 + length), float(np.median(seconds[NUM_WARM_STEPS:]))))
+        for name in ids:
+            engine.abort(name)
+        count *= 2
+    return probes
+
+
+def report(args: argparse.Namespace, probes: list[Probe], measured: dict[str, object]) -> None:
+    """Write, print and draw what was measured."""
+    fitted = fit_additive(*zip(*probes), bin_rows=1)
+    if args.output:
+        save_table(args.output, fitted, measured)
+    if args.json or not args.output:
+        print(json.dumps(fitted.to_json() | {"measured": measured}))
+    else:
+        rows = [
+            [str(p.num_requests), str(p.num_rows), f"{1e3 * p.seconds:.2f}", f"{1 / p.seconds:.1f}"] for p in probes
+        ]
+        print(table(["requests", "rows", "ms a step", "steps/s"], rows))
+    if args.picture:
+        counts = sorted({probe.num_requests for probe in probes})
+        curves = {
+            f"{count} requests": [(p.num_rows, 1 / p.seconds) for p in probes if p.num_requests == count]
+            for count in counts
+        }
+        save_lines(args.picture, "Steps a second against rows of a step", "rows", "steps/s", curves)
