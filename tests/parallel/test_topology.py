@@ -49,7 +49,7 @@ def test_refusals_of_the_oracle(case):
 
 
 def test_every_small_layout_follows_the_definition_of_its_axes():
-    """A group is the ranks that differ in one coordinate only; found here by comparing coordinates, not by strides."""
+    """A group is the ranks that agree in all other coordinates; found here by comparing coordinates, not by strides."""
     layouts = small_layouts()
     assert len(layouts) > 500
     views = {
@@ -58,6 +58,8 @@ def test_every_small_layout_follows_the_definition_of_its_axes():
         "attn_tp": ("pp", "attn_dp", "attn_cp"),
         "attn_cp": ("pp", "attn_dp", "attn_tp"),
         "attn_dp": ("pp", "attn_cp", "attn_tp"),
+        "attn_block": ("pp", "attn_dp"),
+        "attn_rows": ("pp", "attn_tp"),
         "moe_ep": ("pp", "moe_dp", "moe_tp"),
         "moe_tp": ("pp", "moe_dp", "moe_ep"),
         "moe_dp": ("pp", "moe_ep", "moe_tp"),
@@ -76,7 +78,7 @@ def test_every_small_layout_follows_the_definition_of_its_axes():
             expected = sorted(map(tuple, blocks.values()))
             if axis == "moe_dp" and t.cp > t.moe_dp:
                 expected = sorted(t.groups["attn_cp"])
-            assert sorted(t.groups[axis]) == expected, (t, axis)
+            assert sorted((t.groups | t.attention_groups)[axis]) == expected, (t, axis)
 
 
 @pytest.mark.parametrize(
