@@ -91,19 +91,23 @@ class V4Attention:
     ) -> None:
         self.sizes, self._layer = sizes, layer
         self._num_heads = divide("number of attention heads", sizes.num_heads, group)
-        self._in = MergedLinear(source, self._input_parts(sizes), kernels)
+        csa = sizes.kind == "csa"
+        merged = MergedLinear(source, self._input_parts(sizes), kernels)
+        columns = [sizes.q_lora_rank, sizes.head_dim, sizes.raw_width, sizes.index_num_heads if csa else 0]
+        self._in = kernels.bind("split_linear", weight=merged.weight, sizes=columns)
         self._q_norm = RMSNorm(source, "q_norm", sizes.norm_eps, kernels)
         q_parts = [shard("wq_b.weight", "query features", sizes.num_heads * sizes.head_dim, group)]
-        if sizes.kind == "csa":
+        if csa:
             q_parts.append(Part("indexer.wq_b.weight", 0, sizes.index_num_heads * sizes.index_head_dim))
-        self._q = MergedLinear(source, q_parts, kernels)
+        merged = MergedLinear(source, q_parts, kernels)
+        self._q = kernels.bind("split_linear", weight=merged.weight, sizes=merged.sizes)
         self._q_rope = kernels.bind("head_norm_rope", rope=rope, eps=sizes.norm_eps)
         kv_norm = source.take("kv_norm.weight", dtype=torch.float32)
         self._key = kernels.bind("key_norm_rope", weight=kv_norm, rope=rope, eps=sizes.norm_eps)
         self._store = kernels.bind("store_rows")
         if sizes.kind != "sliding":
             self._pool = _bind_pool(source.scope("compressor"), sizes, rope, kernels, indexer=False)
-        if sizes.kind == "csa":
+        if csa:
             self._indexer = Indexer(source.scope("indexer"), sizes, rope, kernels)
         first = group.rank * self._num_heads
         sinks = source.take("attn_sink", start=first, stop=first + self._num_heads, dtype=torch.float32)
@@ -138,17 +142,13 @@ class V4Attention:
         """The layer on normed rows ``x`` [T, D]; returns [T, D], summed over the group. Collective; yields once, while
         that sum is in flight. Reads the cache and then stores the step's rows in it."""
         sizes = self.sizes
-        widths = (sizes.q_lora_rank, sizes.head_dim, sizes.raw_width, sum(self._in.sizes))
-        y = self._in(x)
-        latent = self._q_norm(y[:, : widths[0]])
-        keys = plan.gather(self._key(y[:, widths[0] : widths[0] + widths[1]], plan))
-        raw_start = widths[0] + widths[1]
-        raw = plan.gather(y[:, raw_start : raw_start + widths[2]]) if sizes.ratio else None
-        q = self._q(latent)
+        latent, keys, raw, index_weights = self._in(x)
+        keys = plan.gather(self._key(keys, plan))
+        raw = plan.gather(raw) if sizes.ratio else None
+        q, *index_q = self._q(self._q_norm(latent))
         selected = None
         if sizes.kind == "csa":
-            q, index_q = self._q.split(q)
-            selected = self._indexer(index_q, y[:, raw_start + widths[2] :], raw, cache, plan)
+            selected = self._indexer(*index_q, index_weights, raw, cache, plan)
             probe("selected", self._layer, selected)
         if sizes.ratio:
             self._pool(raw, cache, plan)

@@ -9,28 +9,55 @@ import torch
 
 from ...attention.plan import AttentionPlan, LayerCache
 from ...rope import RopeTable
-from .jit import host, jit
+from .exp import exp
+from .jit import address, floats, jit
 from .norm_rope import inverse_rms, rotate_tail
 
 
 @jit
-def _store(ring, rows, keys):
-    num_ring_rows = ring.shape[1]
+def _store(rows_at, keys, ring):
+    num_ring_rows, width = ring.shape[1:]
+    rows = floats(rows_at, (keys.shape[1], width))
     for i in range(rows.shape[0]):
         p = keys[0, i]
         if p >= keys[3, i] - num_ring_rows:
-            ring[keys[1, i], p % num_ring_rows] = rows[i]
+            to = ring[keys[1, i], p % num_ring_rows]
+            for j in range(width):
+                to[j] = rows[i, j]
 
 
 @jit
-def _pool(raw, ring, first, keys, closing, page_table, ape, norm_weight, cos, sin, eps, ratio, overlap, entries):
+def _softmax_sum(z, c, first, scratch):
+    """The sum of the rows of ``c`` from ``first`` on, weighted for each channel by the softmax of ``z``.
+
+    All [rows, d]; ``scratch`` is [3, d], and its last row the result.
+    """
+    num_rows, d = z.shape
+    top, total, value = scratch[0], scratch[1], scratch[2]
+    for k in range(d):
+        top[k], total[k], value[k] = z[first, k], 0, 0
+    for j in range(first + 1, num_rows):
+        for k in range(d):
+            top[k] = max(top[k], z[j, k])
+    for j in range(first, num_rows):
+        for k in range(d):
+            weight = exp(z[j, k] - top[k])
+            total[k] += weight
+            value[k] += weight * c[j, k]
+    for k in range(d):
+        value[k] /= total[k]
+
+
+@jit
+def _pool(raw_at, ring, first, keys, closing, page_table, ape, norm_weight, cos, sin, eps, ratio, overlap, entries):
+    raw = floats(raw_at, (keys.shape[1], ring.shape[2]))
     width = ape.shape[1]
     half = width // 2 if overlap else 0
     d = width - half
     num_rows = 2 * ratio if overlap else ratio
     c = np.empty((num_rows, d), np.float32)
     z = np.empty((num_rows, d), np.float32)
-    pooled = np.empty(d, np.float32)
+    scratch = np.empty((3, d), np.float32)
     for at in closing:
         p, slot, start = keys[0, at], keys[1, at], keys[2, at]
         window = p // ratio
@@ -43,22 +70,12 @@ def _pool(raw, ring, first, keys, closing, page_table, ape, norm_weight, cos, si
             for k in range(d):
                 c[j, k] = row[first + part + k]
                 z[j, k] = row[first + width + part + k] + bias[part + k]
+        _softmax_sum(z, c, skipped, scratch)
+        pooled = entries[page_table[slot, window // entries.shape[1]], window % entries.shape[1]]
+        norm = inverse_rms(scratch[2], eps)
         for k in range(d):
-            top = z[skipped, k]
-            for j in range(skipped + 1, num_rows):
-                top = max(top, z[j, k])
-            total, value = np.float32(0), np.float32(0)
-            for j in range(skipped, num_rows):
-                weight = np.exp(z[j, k] - top)
-                total += weight
-                value += weight * c[j, k]
-            pooled[k] = value / total
-        norm = inverse_rms(pooled, eps)
-        for k in range(d):
-            pooled[k] = pooled[k] * norm * norm_weight[k]
+            pooled[k] = scratch[2, k] * norm * norm_weight[k]
         rotate_tail(pooled, cos[window * ratio], sin[window * ratio])
-        per_page = entries.shape[1]
-        entries[page_table[slot, window // per_page], window % per_page] = pooled
 
 
 def bind_store_rows() -> Callable[..., None]:
@@ -67,9 +84,11 @@ def bind_store_rows() -> Callable[..., None]:
     def store_rows(
         window_rows: torch.Tensor, raw_rows: torch.Tensor | None, cache: LayerCache, plan: AttentionPlan
     ) -> None:
-        _store(cache.host.window, host(window_rows), plan.host.keys)
+        window_rows = window_rows.contiguous()
+        _store(address(window_rows), plan.host.keys, cache.host.window)
         if raw_rows is not None:
-            _store(cache.host.raw, host(raw_rows), plan.host.keys)
+            raw_rows = raw_rows.contiguous()
+            _store(address(raw_rows), plan.host.keys, cache.host.raw)
 
     return store_rows
 
@@ -92,6 +111,7 @@ def bind_pool_windows(
         if closing.shape[0]:
             first = raw.shape[1] - width if indexer else 0
             entries = cache.host.index_entries if indexer else cache.host.entries
-            _pool(host(raw), cache.host.raw, first, plan.host.keys, closing, plan.host.page_table, *weights, entries)
+            raw = raw.contiguous()
+            _pool(address(raw), cache.host.raw, first, plan.host.keys, closing, plan.host.page_table, *weights, entries)
 
     return pool_windows

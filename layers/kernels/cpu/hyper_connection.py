@@ -4,51 +4,58 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numba
 import numpy as np
 import torch
 
 from ..hyper_connection import HyperIn
-from .jit import host, jit
-from .linear import accumulate_row
+from .exp import exp, sigmoid
+from .jit import address, floats, jit
 from .norm_rope import inverse_rms
+from .product import product
 
 
-@jit
-def _sigmoid(x):
-    return np.float32(1) / (np.float32(1) + np.exp(-x))
+@numba.njit(inline="always")
+def _sinkhorn(comb, n, num_iters, eps):
+    """In place on one [n, n] matrix; see :func:`..hyper_connection.sinkhorn`.
 
-
-@jit
-def _sinkhorn(comb, num_iters, eps):
-    """In place on one [n, n] matrix; see :func:`..hyper_connection.sinkhorn`."""
-    n = comb.shape[0]
+    Inlined, so that a caller who knows n gets code without loops, the whole matrix in registers.
+    """
+    one = np.float32(1)
     for a in range(n):
-        top = comb[a].max()
-        total = np.float32(0)
+        top, total = comb[a, 0], np.float32(0)
+        for b in range(1, n):
+            top = max(top, comb[a, b])
         for b in range(n):
-            comb[a, b] = np.exp(comb[a, b] - top)
+            comb[a, b] = exp(comb[a, b] - top)
             total += comb[a, b]
         for b in range(n):
             comb[a, b] = comb[a, b] / total + eps
-    sums = np.empty(n, np.float32)
     for step in range(num_iters):
         if step > 0:
             for a in range(n):
                 total = eps
                 for b in range(n):
                     total += comb[a, b]
-                inverse = np.float32(1) / total
+                inverse = one / total
                 for b in range(n):
                     comb[a, b] *= inverse
-        sums[:] = eps
-        for a in range(n):
-            for b in range(n):
-                sums[b] += comb[a, b]
         for b in range(n):
-            sums[b] = np.float32(1) / sums[b]
-        for a in range(n):
-            for b in range(n):
-                comb[a, b] *= sums[b]
+            total = eps
+            for a in range(n):
+                total += comb[a, b]
+            inverse = one / total
+            for a in range(n):
+                comb[a, b] *= inverse
+
+
+@jit
+def _balance(comb, num_iters, eps):
+    """Sinkhorn on one matrix, with the usual number of streams known to the compiler."""
+    if comb.shape[0] == 4:
+        _sinkhorn(comb, 4, num_iters, eps)
+    else:
+        _sinkhorn(comb, comb.shape[0], num_iters, eps)
 
 
 @jit
@@ -62,21 +69,29 @@ def _collapse(streams, pre, out):
 
 
 @jit
-def _hc_pre(streams, fn, base, scale, norm_weight, hc_eps, norm_eps, num_iters, constrained, x, post, comb):
-    num_rows, n, width = streams.shape
-    flat = streams.reshape(num_rows, n * width)
-    mix = np.empty(fn.shape[1], np.float32)
+def _mix(flat, fn, norm_eps):
+    """:func:`..hyper_connection.stream_mix` of ``flat`` [T, n D]."""
+    mix = np.empty((flat.shape[0], fn.shape[1]), np.float32)
+    product(flat, fn, mix)
+    for i in range(flat.shape[0]):
+        norm = inverse_rms(flat[i], norm_eps)
+        for j in range(mix.shape[1]):
+            mix[i, j] *= norm
+    return mix
+
+
+@jit
+def _hc_pre(streams_at, fn, base, scale, norm_weight, hc_eps, norm_eps, num_iters, constrained, x, post, comb):
+    num_rows, n, width = comb.shape[0], comb.shape[1], x.shape[1]
+    streams = floats(streams_at, (num_rows, n, width))
+    mixes = _mix(floats(streams_at, (num_rows, n * width)), fn, norm_eps)
     pre = np.empty(n, np.float32)
     for i in range(num_rows):
-        mix[:] = 0
-        accumulate_row(flat[i], fn, mix)
-        norm = inverse_rms(flat[i], norm_eps)
-        for j in range(mix.shape[0]):
-            mix[j] *= norm
+        mix = mixes[i]
         for j in range(n):
             if constrained:
-                pre[j] = _sigmoid(mix[j] * scale[0] + base[j]) + hc_eps
-                post[i, j] = np.float32(2) * _sigmoid(mix[n + j] * scale[1] + base[n + j])
+                pre[j] = sigmoid(mix[j] * scale[0] + base[j]) + hc_eps
+                post[i, j] = np.float32(2) * sigmoid(mix[n + j] * scale[1] + base[n + j])
             else:
                 pre[j] = np.tanh(mix[j]) * scale[0] + base[j]
                 post[i, j] = np.tanh(mix[n + j]) * scale[1] + base[n + j]
@@ -88,7 +103,7 @@ def _hc_pre(streams, fn, base, scale, norm_weight, hc_eps, norm_eps, num_iters, 
                 else:
                     comb[i, a, b] = np.tanh(mix[k]) * scale[2] + base[k]
         if constrained:
-            _sinkhorn(comb[i], num_iters, hc_eps)
+            _balance(comb[i], num_iters, hc_eps)
         _collapse(streams[i], pre, x[i])
         norm = inverse_rms(x[i], norm_eps)
         for d in range(width):
@@ -96,30 +111,32 @@ def _hc_pre(streams, fn, base, scale, norm_weight, hc_eps, norm_eps, num_iters, 
 
 
 @jit
-def _hc_post(streams, y, post, comb, out):
-    num_rows, n, width = streams.shape
+def _hc_post(streams_at, y_at, post_at, comb_at, out):
+    num_rows, n, width = out.shape
+    streams, y = floats(streams_at, out.shape), floats(y_at, (num_rows, width))
+    post, comb = floats(post_at, (num_rows, n)), floats(comb_at, (num_rows, n, n))
+    keep = np.empty((n, n), np.float32)
     for i in range(num_rows):
+        for k in range(n):
+            for j in range(n):
+                keep[k, j] = comb[i, j, k]
+        product(keep, streams[i], out[i])
         for k in range(n):
             write = post[i, k]
             for d in range(width):
-                out[i, k, d] = write * y[i, d]
-            for j in range(n):
-                keep = comb[i, j, k]
-                for d in range(width):
-                    out[i, k, d] += keep * streams[i, j, d]
+                out[i, k, d] += write * y[i, d]
 
 
 @jit
-def _hc_collapse(streams, fn, base, scale, hc_eps, norm_eps, out):
-    num_rows, n, width = streams.shape
-    flat = streams.reshape(num_rows, n * width)
-    pre = np.empty(n, np.float32)
+def _hc_collapse(streams_at, fn, base, scale, hc_eps, norm_eps, out):
+    num_rows, width = out.shape
+    n = fn.shape[1]
+    streams = floats(streams_at, (num_rows, n, width))
+    mixes = _mix(floats(streams_at, (num_rows, n * width)), fn, norm_eps)
     for i in range(num_rows):
-        pre[:] = 0
-        accumulate_row(flat[i], fn, pre)
-        norm = inverse_rms(flat[i], norm_eps)
+        pre = mixes[i]
         for j in range(n):
-            pre[j] = _sigmoid(pre[j] * norm * scale[0] + base[j]) + hc_eps
+            pre[j] = sigmoid(pre[j] * scale[0] + base[j]) + hc_eps
         _collapse(streams[i], pre, out[i])
 
 
@@ -137,11 +154,12 @@ def bind_hc_pre(
     weights = (fn.numpy(), base.numpy(), scale.numpy(), norm_weight.numpy(), np.float32(hc_eps), np.float32(norm_eps))
 
     def hc_pre(streams: torch.Tensor) -> HyperIn:
+        streams = streams.contiguous()
         num_rows, n, width = streams.shape
         x = np.empty((num_rows, width), np.float32)
         post = np.empty((num_rows, n), np.float32)
         comb = np.empty((num_rows, n, n), np.float32)
-        _hc_pre(host(streams), *weights, num_iters, constrained, x, post, comb)
+        _hc_pre(address(streams), *weights, num_iters, constrained, x, post, comb)
         return HyperIn(torch.from_numpy(x), torch.from_numpy(post), torch.from_numpy(comb))
 
     return hc_pre
@@ -151,8 +169,9 @@ def bind_hc_post() -> Callable[..., torch.Tensor]:
     """See :func:`..hyper_connection.hc_post`."""
 
     def hc_post(streams: torch.Tensor, y: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
+        streams, y, post, comb = streams.contiguous(), y.contiguous(), post.contiguous(), comb.contiguous()
         out = np.empty(streams.shape, np.float32)
-        _hc_post(host(streams), host(y), host(post), host(comb), out)
+        _hc_post(address(streams), address(y), address(post), address(comb), out)
         return torch.from_numpy(out)
 
     return hc_post
@@ -165,8 +184,9 @@ def bind_hc_collapse(
     weights = (fn.numpy(), base.numpy(), scale.numpy(), np.float32(hc_eps), np.float32(norm_eps))
 
     def hc_collapse(streams: torch.Tensor) -> torch.Tensor:
+        streams = streams.contiguous()
         out = np.empty((streams.shape[0], streams.shape[2]), np.float32)
-        _hc_collapse(host(streams), *weights, out)
+        _hc_collapse(address(streams), *weights, out)
         return torch.from_numpy(out)
 
     return hc_collapse

@@ -1,15 +1,48 @@
-"""The one place that says how CPU kernels are compiled."""
+"""How CPU kernels are compiled, and how they see tensors.
+
+Reading a tensor into numpy costs as much as many of the kernels do, so kernels take the address of an activation's
+first number (:func:`address`) and look at it as an array (:func:`floats`). Weights and results are numpy arrays.
+"""
 
 from __future__ import annotations
 
 import numba
 import numpy as np
 import torch
+from numba import carray, types
+from numba.extending import intrinsic
 
+COMMON = {"cache": True, "nogil": True, "error_model": "numpy"}
 # Reassociation lets sums use vector registers; NaN and infinity keep their meaning.
-jit = numba.njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
+jit = numba.njit(**COMMON, fastmath={"reassoc", "contract", "nsz"})
+# Every operation as written: where the order of a sum, or the rounding of a difference, is the point.
+strict = numba.njit(**COMMON)
 
 
-def host(x: torch.Tensor) -> np.ndarray:
-    """``x`` as a C-contiguous numpy array; a copy only where its rows are strided."""
-    return x.contiguous().numpy()
+def address(x: torch.Tensor) -> int:
+    """Where the numbers of the float32 tensor ``x`` begin. It must be contiguous, and outlive the kernel's call."""
+    assert x.dtype == torch.float32, f"compiled kernels compute in float32, not {x.dtype}"
+    return x.data_ptr()
+
+
+@intrinsic
+def _pointer(typingctx, at):
+    def emit(context, builder, signature, args):
+        return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
+
+    return types.voidptr(types.intp), emit
+
+
+@strict
+def floats(at, shape):
+    """The float32 numbers that begin at ``at`` as a C-contiguous array."""
+    return carray(_pointer(at), shape, np.float32)
+
+
+@numba.njit(**COMMON, fastmath={"reassoc", "nsz", "nnan"})
+def largest(x):
+    """The maximum of ``x``, of which none is NaN: only so is the loop one of vector instructions."""
+    top = x[0]
+    for k in range(1, x.shape[0]):
+        top = max(top, x[k])
+    return top

@@ -9,32 +9,34 @@ import torch
 
 from .. import moe as twin
 from ..moe import Routing
-from .jit import host, jit
-from .linear import accumulate_row
+from .exp import exp, sigmoid
+from .jit import address, floats, jit, largest
+from .product import product
 
 SCORINGS = {"sqrtsoftplus": 0, "sigmoid": 1, "softmax": 2}
-# With more picks than this per expert, one library product per expert is faster than row by row; its sums then
+# With more picks than this per expert, one library product per expert is faster; its sums then
 # depend on how many rows there are, so ``row_by_row`` forbids it.
-MAX_PICKS_PER_EXPERT = 8
+MAX_PICKS_PER_EXPERT = 32
 
 
 @jit
 def _score_row(logits, scoring, scores):
+    num_experts = logits.shape[0]
     if scoring == 2:
-        top = logits.max()
+        top = largest(logits)
         total = np.float32(0)
-        for e in range(logits.shape[0]):
-            scores[e] = np.exp(logits[e] - top)
+        for e in range(num_experts):
+            scores[e] = exp(logits[e] - top)
             total += scores[e]
-        for e in range(logits.shape[0]):
+        for e in range(num_experts):
             scores[e] /= total
+    elif scoring == 1:
+        for e in range(num_experts):
+            scores[e] = sigmoid(logits[e])
     else:
-        for e in range(logits.shape[0]):
+        for e in range(num_experts):
             x = logits[e]
-            if scoring == 1:
-                scores[e] = np.float32(1) / (np.float32(1) + np.exp(-x))
-            else:
-                scores[e] = np.sqrt(x if x > 20 else np.log1p(np.exp(x)))
+            scores[e] = np.sqrt(x if x > 20 else np.log1p(exp(x)))
 
 
 @jit
@@ -49,7 +51,8 @@ def _weigh(scores, experts, renormalise, scale, weights):
 
 
 @jit
-def _route_scored(logits, bias, scoring, renormalise, scale, experts, weights):
+def _route_scored(logits_at, bias, scoring, renormalise, scale, experts, weights):
+    logits = floats(logits_at, (experts.shape[0], bias.shape[0]))
     scores = np.empty(logits.shape[1], np.float32)
     biased = np.empty(logits.shape[1], np.float32)
     for i in range(logits.shape[0]):
@@ -67,7 +70,8 @@ def _route_scored(logits, bias, scoring, renormalise, scale, experts, weights):
 
 
 @jit
-def _route_hashed(logits, experts, scoring, renormalise, scale, weights):
+def _route_hashed(logits_at, num_experts, experts, scoring, renormalise, scale, weights):
+    logits = floats(logits_at, (experts.shape[0], num_experts))
     scores = np.empty(logits.shape[1], np.float32)
     for i in range(logits.shape[0]):
         _score_row(logits[i], scoring, scores)
@@ -80,32 +84,67 @@ def _swiglu_row(gate_up, limit, out):
     for j in range(width):
         gate = min(gate_up[j], limit)
         up = max(min(gate_up[width + j], limit), -limit)
-        out[j] = gate / (np.float32(1) + np.exp(-gate)) * up
+        out[j] = gate * sigmoid(gate) * up
 
 
 @jit
-def _swiglu(gate_up, limit, out):
-    for i in range(gate_up.shape[0]):
+def _swiglu(gate_up_at, limit, out):
+    gate_up = floats(gate_up_at, (out.shape[0], 2 * out.shape[1]))
+    for i in range(out.shape[0]):
         _swiglu_row(gate_up[i], limit, out[i])
 
 
 @jit
-def _experts(x, experts, weights, gate_up, down, limit, out):
-    hidden = np.empty(gate_up.shape[2], np.float32)
-    inner = np.empty(down.shape[1], np.float32)
-    y = np.empty(x.shape[1], np.float32)
-    out[:] = 0
-    for i in range(x.shape[0]):
-        for k in np.argsort(experts[i]):
+def _by_expert(experts, num_experts):
+    """The picks (row times k, plus place) of each expert in turn, in order of rows: ``order``, and where each expert's
+    ``begins`` in it [E + 1]. A counting sort; -1 is in neither."""
+    begins = np.zeros(num_experts + 1, np.int64)
+    top_k = experts.shape[1]
+    for i in range(experts.shape[0]):
+        for k in range(top_k):
+            begins[experts[i, k] + 1] += experts[i, k] >= 0
+    for e in range(num_experts):
+        begins[e + 1] += begins[e]
+    order, ends = np.empty(begins[num_experts], np.int64), begins.copy()
+    for i in range(experts.shape[0]):
+        for k in range(top_k):
             e = experts[i, k]
             if e >= 0:
-                hidden[:] = 0
-                accumulate_row(x[i], gate_up[e], hidden)
-                _swiglu_row(hidden, limit, inner)
-                y[:] = 0
-                accumulate_row(inner, down[e], y)
-                for j in range(y.shape[0]):
-                    out[i, j] += weights[i, k] * y[j]
+                order[ends[e]] = i * top_k + k
+                ends[e] += 1
+    return order, begins
+
+
+@jit
+def _experts(x_at, experts, weights_at, gate_up, down, limit, out):
+    num_experts, width, top_k = down.shape[0], out.shape[1], experts.shape[1]
+    x, weights = floats(x_at, out.shape), floats(weights_at, experts.shape)
+    order, begins = _by_expert(experts, num_experts)
+    most = 0
+    for e in range(num_experts):
+        most = max(most, begins[e + 1] - begins[e])
+    rows = np.empty((most, width), np.float32)
+    hidden = np.empty((most, gate_up.shape[2]), np.float32)
+    inner = np.empty((most, down.shape[1]), np.float32)
+    for i in range(out.shape[0]):
+        for j in range(width):
+            out[i, j] = 0
+    for e in range(num_experts):
+        picks = order[begins[e] : begins[e + 1]]
+        count = picks.shape[0]
+        if count == 0:
+            continue
+        for n in range(count):
+            for j in range(width):
+                rows[n, j] = x[picks[n] // top_k, j]
+        product(rows[:count], gate_up[e], hidden)
+        for n in range(count):
+            _swiglu_row(hidden[n], limit, inner[n])
+        product(inner[:count], down[e], rows)
+        for n in range(count):
+            i, k = picks[n] // top_k, picks[n] % top_k
+            for j in range(width):
+                out[i, j] += weights[i, k] * rows[n, j]
 
 
 def bind_route_scored(
@@ -115,9 +154,10 @@ def bind_route_scored(
     packed, kind, factor = bias.numpy(), SCORINGS[scoring], np.float32(scale)
 
     def route_scored(logits: torch.Tensor) -> Routing:
+        logits = logits.contiguous()
         experts = np.empty((logits.shape[0], top_k), np.int64)
         weights = np.empty((logits.shape[0], top_k), np.float32)
-        _route_scored(host(logits), packed, kind, renormalise, factor, experts, weights)
+        _route_scored(address(logits), packed, kind, renormalise, factor, experts, weights)
         return Routing(torch.from_numpy(experts), torch.from_numpy(weights))
 
     return route_scored
@@ -128,8 +168,10 @@ def bind_route_hashed(scoring: str, renormalise: bool, scale: float) -> Callable
     kind, factor = SCORINGS[scoring], np.float32(scale)
 
     def route_hashed(logits: torch.Tensor, experts: torch.Tensor) -> Routing:
+        logits = logits.contiguous()
         weights = np.empty(experts.shape, np.float32)
-        _route_hashed(host(logits), host(experts), kind, renormalise, factor, weights)
+        chosen = experts.contiguous().numpy()
+        _route_hashed(address(logits), logits.shape[1], chosen, kind, renormalise, factor, weights)
         return Routing(experts, torch.from_numpy(weights))
 
     return route_hashed
@@ -140,8 +182,9 @@ def bind_swiglu(limit: float) -> Callable[[torch.Tensor], torch.Tensor]:
     bound = np.float32(limit)
 
     def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+        gate_up = gate_up.contiguous()
         out = np.empty((gate_up.shape[0], gate_up.shape[1] // 2), np.float32)
-        _swiglu(host(gate_up), bound, out)
+        _swiglu(address(gate_up), bound, out)
         return torch.from_numpy(out)
 
     return swiglu
@@ -157,8 +200,9 @@ def bind_experts_forward(
     def experts_forward(x: torch.Tensor, routing: Routing) -> torch.Tensor:
         if routing.experts.numel() > most and not row_by_row:
             return twin.experts_forward(x, routing, gate_up, down, limit)
+        x, weights = x.contiguous(), routing.weights.contiguous()
         out = np.empty(x.shape, np.float32)
-        _experts(host(x), host(routing.experts), host(routing.weights), *packed, out)
+        _experts(address(x), routing.experts.contiguous().numpy(), address(weights), *packed, out)
         return torch.from_numpy(out)
 
     return experts_forward

@@ -9,7 +9,7 @@ import torch
 
 from ...attention.plan import AttentionPlan
 from ...rope import RopeTable
-from .jit import host, jit
+from .jit import address, floats, jit
 
 
 @jit
@@ -32,7 +32,8 @@ def rotate_tail(x, cos, sin):
 
 
 @jit
-def _rms_norm(x, weight, eps, out):
+def _rms_norm(x_at, weight, eps, out):
+    x = floats(x_at, out.shape)
     for i in range(x.shape[0]):
         scale = inverse_rms(x[i], eps)
         for j in range(x.shape[1]):
@@ -40,7 +41,8 @@ def _rms_norm(x, weight, eps, out):
 
 
 @jit
-def _heads(q, positions, cos, sin, normalise, eps, out):
+def _heads(q_at, positions, cos, sin, normalise, eps, out):
+    q = floats(q_at, out.shape)
     for i in range(q.shape[0]):
         p = positions[i]
         for h in range(q.shape[1]):
@@ -51,7 +53,8 @@ def _heads(q, positions, cos, sin, normalise, eps, out):
 
 
 @jit
-def _key(kv, positions, weight, cos, sin, eps, out):
+def _key(kv_at, positions, weight, cos, sin, eps, out):
+    kv = floats(kv_at, out.shape)
     for i in range(kv.shape[0]):
         scale = inverse_rms(kv[i], eps)
         for j in range(kv.shape[1]):
@@ -64,8 +67,9 @@ def bind_rms_norm(weight: torch.Tensor, eps: float) -> Callable[[torch.Tensor], 
     packed, small = weight.numpy(), np.float32(eps)
 
     def rms_norm(x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
         out = np.empty(x.shape, np.float32)
-        _rms_norm(host(x), packed, small, out)
+        _rms_norm(address(x), packed, small, out)
         return torch.from_numpy(out)
 
     return rms_norm
@@ -75,8 +79,9 @@ def _bind_heads(rope: RopeTable, eps: float, normalise: bool) -> Callable[[torch
     cos, sin, small = rope.cos.numpy(), rope.sin.numpy(), np.float32(eps)
 
     def heads(q: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+        q = q.contiguous()
         out = np.empty(q.shape, np.float32)
-        _heads(host(q), plan.host.queries[0], cos, sin, normalise, small, out)
+        _heads(address(q), plan.host.queries[0], cos, sin, normalise, small, out)
         return torch.from_numpy(out)
 
     return heads
@@ -99,8 +104,9 @@ def bind_key_norm_rope(
     packed, cos, sin, small = weight.numpy(), rope.cos.numpy(), rope.sin.numpy(), np.float32(eps)
 
     def key_norm_rope(kv: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+        kv = kv.contiguous()
         out = np.empty(kv.shape, np.float32)
-        _key(host(kv), plan.host.queries[0], packed, cos, sin, small, out)
+        _key(address(kv), plan.host.queries[0], packed, cos, sin, small, out)
         return torch.from_numpy(out)
 
     return key_norm_rope

@@ -9,8 +9,13 @@ import torch
 
 from ...attention.plan import AttentionPlan, LayerCache
 from ...rope import RopeTable
-from .jit import host, jit
+from .exp import exp
+from .jit import address, floats, jit, largest
 from .norm_rope import rotate_tail
+from .product import BYTES, part_product, spot
+
+# At most so many rows of a request share the keys that are gathered for them.
+MOST_SHARING = 8
 
 
 @jit
@@ -48,109 +53,172 @@ def _climb(scores, chosen, at):
 
 
 @jit
-def _select(q, weights, pool, queries, page_table, ratio, scale, chosen):
-    num_selected, per_page = chosen.shape[1], pool.shape[1]
-    best = np.empty(num_selected, np.float32)
-    for i in range(q.shape[0]):
-        visible, slot = (queries[0, i] + 1) // ratio, queries[1, i]
-        if visible <= num_selected:
-            for t in range(visible):
-                chosen[i, t] = t
-            chosen[i, visible:] = -1
-            continue
-        for t in range(visible):
-            key = pool[page_table[slot, t // per_page], t % per_page]
-            score = np.float32(0)
-            for h in range(q.shape[1]):
-                dot = np.float32(0)
-                for j in range(q.shape[2]):
-                    dot += q[i, h, j] * key[j]
-                if dot > 0:
-                    score += weights[i, h] * dot
-            score *= scale
-            if t < num_selected:
-                best[t], chosen[i, t] = score, t
-                _climb(best, chosen[i], t)
-            elif score > best[0]:
-                best[0], chosen[i, 0] = score, t
-                _sift(best, chosen[i], num_selected)
+def _run_length(queries, i):
+    """How many rows from ``i`` on are neighbours: of one request in one step, at consecutive positions."""
+    n = 1
+    while n < MOST_SHARING and i + n < queries.shape[1]:
+        same = queries[1, i + n] == queries[1, i] and queries[2, i + n] == queries[2, i]
+        if not same or queries[0, i + n] != queries[0, i] + n:
+            break
+        n += 1
+    return n
 
 
 @jit
-def _attend_row(q, columns, num_keys, sinks, scale, probs, out):
-    """One query ``q`` [H, d] over ``columns`` [d, >= num_keys] (keys as columns, also the values)."""
-    d = q.shape[1]
-    for h in range(q.shape[0]):
-        probs[:num_keys] = 0
+def _choose(scores, visible, best, chosen):
+    """The entries of the highest of ``visible`` scores, as many as there are ``chosen`` [k]; ``best`` [k] is scratch."""
+    num_selected = chosen.shape[0]
+    for t in range(visible):
+        if t < num_selected:
+            best[t], chosen[t] = scores[t], t
+            _climb(best, chosen, t)
+        elif scores[t] > best[0]:
+            best[0], chosen[0] = scores[t], t
+            _sift(best, chosen, num_selected)
+
+
+@jit
+def _entry_scores(q_at, weights, columns, visible, scale, dots, scores):
+    """``scores`` of the first ``visible`` entries, which are ``columns`` [d, >= visible], for one query [H, d]."""
+    num_heads, d, most = weights.shape[0], columns.shape[0], columns.shape[1]
+    part_product(q_at, d, columns.ctypes.data, most, dots.ctypes.data, most, num_heads, d, visible)
+    for t in range(visible):
+        scores[t] = 0
+    for h in range(num_heads):
+        for t in range(visible):
+            scores[t] += weights[h] * max(dots[h, t], np.float32(0))
+    for t in range(visible):
+        scores[t] *= scale
+
+
+@jit
+def _select(q_at, weights_at, num_heads, pool, queries, page_table, ratio, scale, most, chosen):
+    (num_rows, num_selected), (per_page, d) = chosen.shape, pool.shape[1:]
+    weights = floats(weights_at, (num_rows, num_heads))
+    best, scores = np.empty(num_selected, np.float32), np.empty(most, np.float32)
+    columns, dots = np.empty((d, most), np.float32), np.empty((num_heads, most), np.float32)
+    i = 0
+    while i < num_rows:
+        run, slot = _run_length(queries, i), queries[1, i]
+        most_visible = (queries[0, i + run - 1] + 1) // ratio
+        if most_visible > num_selected:
+            for t in range(most_visible):
+                key = pool[page_table[slot, t // per_page], t % per_page]
+                for j in range(d):
+                    columns[j, t] = key[j]
+        for r in range(i, i + run):
+            visible = (queries[0, r] + 1) // ratio
+            if visible <= num_selected:
+                for t in range(num_selected):
+                    chosen[r, t] = t if t < visible else -1
+            else:
+                at = q_at + BYTES * r * num_heads * d
+                _entry_scores(at, weights[r], columns, visible, scale, dots, scores)
+                _choose(scores, visible, best, chosen[r])
+        i += run
+
+
+@jit
+def _keep(row, at, seen, columns):
+    """Put a key down as number ``at`` of ``seen`` [n, d] and of ``columns`` [d, n]."""
+    for j in range(row.shape[0]):
+        seen[at, j] = row[j]
+        columns[j, at] = row[j]
+
+
+@jit
+def _softmax(logits, sink):
+    """``e^(logits - top)`` in place, and one over their sum with the sink's share."""
+    top = max(sink, largest(logits))
+    total = exp(sink - top)
+    for k in range(logits.shape[0]):
+        logits[k] = exp(logits[k] - top)
+        total += logits[k]
+    return np.float32(1) / total
+
+
+@jit
+def _attend_row(q, seen, columns, low, num_window, first, num_entries, sinks, probs, mixed, out):
+    """One scaled query ``q`` [H, d] over two stretches of keys: ``num_window`` from ``low`` on, and ``num_entries``
+    from ``first`` on. ``probs`` [H, >= number of keys] and ``mixed`` [2 H, d] are scratch."""
+    (num_heads, d), most, num_probs = q.shape, columns.shape[1], probs.shape[1]
+    q_at, probs_at, entry_probs_at = spot(q, 0, 0), spot(probs, 0, 0), spot(probs, 0, num_window)
+    low_at, first_at = spot(columns, 0, low), spot(columns, 0, first)
+    part_product(q_at, d, low_at, most, probs_at, num_probs, num_heads, d, num_window)
+    part_product(q_at, d, first_at, most, entry_probs_at, num_probs, num_heads, d, num_entries)
+    for h in range(num_heads):
+        inverse = _softmax(probs[h, : num_window + num_entries], sinks[h])
         for j in range(d):
-            x = q[h, j] * scale
-            for k in range(num_keys):
-                probs[k] += x * columns[j, k]
-        top = sinks[h]
-        for k in range(num_keys):
-            top = max(top, probs[k])
-        total = np.exp(sinks[h] - top)
-        for k in range(num_keys):
-            probs[k] = np.exp(probs[k] - top)
-            total += probs[k]
-        inverse = np.float32(1) / total
+            q[h, j] = inverse
+    low_at, first_at = spot(seen, low, 0), spot(seen, first, 0)
+    part_product(probs_at, num_probs, low_at, d, spot(mixed, 0, 0), d, num_heads, num_window, d)
+    part_product(entry_probs_at, num_probs, first_at, d, spot(mixed, num_heads, 0), d, num_heads, num_entries, d)
+    for h in range(num_heads):
         for j in range(d):
-            value = np.float32(0)
-            for k in range(num_keys):
-                value += probs[k] * columns[j, k]
-            out[h, j] = value * inverse
+            out[h, j] = (mixed[h, j] + mixed[num_heads + h, j]) * q[h, j]
+
+
+@jit
+def _sizes(queries, window, ratio, num_selected, all_visible, block):
+    """The most window keys and the most entries that a run of rows sees."""
+    most_window, most_entries = window + MOST_SHARING - 1, 0 if all_visible else num_selected
+    for i in range(queries.shape[1]):
+        if block:
+            most_window = max(most_window, window + queries[3, i] - queries[2, i])
+        if ratio > 0 and all_visible:
+            most_entries = max(most_entries, (queries[0, i] + 1) // ratio)
+    return most_window, most_entries
+
+
+@jit
+def _keep_entry(entries, page_table, slot, t, at, seen, columns):
+    per_page = entries.shape[1]
+    _keep(entries[page_table[slot, t // per_page], t % per_page], at, seen, columns)
 
 
 @jit
 def _attend(
-    q,
-    keys,
-    ring,
-    entries,
-    selected,
-    all_visible,
-    queries,
-    page_table,
-    block,
-    sinks,
-    window,
-    ratio,
-    cos,
-    minus_sin,
-    scale,
-    out,
-):
-    d, per_page = q.shape[2], entries.shape[1]
-    most_entries, most_rows = 0, 0
-    for i in range(q.shape[0]):
-        if ratio > 0:
-            most_entries = max(most_entries, (queries[0, i] + 1) // ratio if all_visible else selected.shape[1])
-        if block:
-            most_rows = max(most_rows, queries[3, i] - queries[2, i])
-    most = window + most_rows + most_entries
-    columns = np.empty((d, most), np.float32)
-    probs = np.empty(most, np.float32)
-    for i in range(q.shape[0]):
-        p, slot, start, at = queries[0, i], queries[1, i], queries[2, i], queries[4, i]
-        num_keys = 0
-        first = start - window if block else p - window + 1
-        last = queries[3, i] if block else p + 1
-        for s in range(max(0, first), last):
-            row = keys[at - (p - s)] if s >= start else ring[slot, s % ring.shape[1]]
-            for j in range(d):
-                columns[j, num_keys] = row[j]
-            num_keys += 1
-        if ratio > 0:
-            for k in range((p + 1) // ratio if all_visible else selected.shape[1]):
-                t = k if all_visible else selected[i, k]
-                if t >= 0:
-                    row = entries[page_table[slot, t // per_page], t % per_page]
-                    for j in range(d):
-                        columns[j, num_keys] = row[j]
-                    num_keys += 1
-        _attend_row(q[i], columns, num_keys, sinks, scale, probs, out[i])
-        for h in range(q.shape[1]):
-            rotate_tail(out[i, h], cos[p], minus_sin[p])
+    q_at, keys_at, num_step_keys, ring, entries, selected, all_visible, queries, page_table, block, sinks, window,
+    ratio, cos, minus_sin, scale, out,
+):  # fmt: skip
+    num_rows, num_heads, d = out.shape
+    q, keys = floats(q_at, out.shape), floats(keys_at, (num_step_keys, d))
+    first_entry, most_entries = _sizes(queries, window, ratio, selected.shape[1], all_visible, block)
+    most = first_entry + most_entries
+    # Keys of a run: those of its windows in order of positions, and from ``first_entry`` on entries.
+    seen, columns = np.empty((most, d), np.float32), np.empty((d, most), np.float32)
+    probs, mixed = np.empty((num_heads, most), np.float32), np.empty((2 * num_heads, d), np.float32)
+    scaled = np.empty((num_heads, d), np.float32)
+    i = 0
+    while i < num_rows:
+        run, p, slot, start, at = _run_length(queries, i), queries[0, i], queries[1, i], queries[2, i], queries[4, i]
+        lowest = max(0, start - window if block else p - window + 1)
+        for s in range(lowest, queries[3, i] if block else p + run):
+            _keep(keys[at - (p - s)] if s >= start else ring[slot, s % ring.shape[1]], s - lowest, seen, columns)
+        num_entries = 0
+        if ratio > 0 and all_visible:
+            for t in range((p + run) // ratio):
+                _keep_entry(entries, page_table, slot, t, first_entry + t, seen, columns)
+        for r in range(i, i + run):
+            p = queries[0, r]
+            low = 0 if block else max(0, p - window + 1) - lowest
+            num_window = queries[3, r] - lowest if block else p + 1 - lowest - low
+            if ratio > 0 and all_visible:
+                num_entries = (p + 1) // ratio
+            elif ratio > 0:
+                num_entries = 0
+                for k in range(selected.shape[1]):
+                    if selected[r, k] >= 0:
+                        at_entry = first_entry + num_entries
+                        _keep_entry(entries, page_table, slot, selected[r, k], at_entry, seen, columns)
+                        num_entries += 1
+            for h in range(num_heads):
+                for j in range(d):
+                    scaled[h, j] = q[r, h, j] * scale
+            _attend_row(scaled, seen, columns, low, num_window, first_entry, num_entries, sinks, probs, mixed, out[r])
+            for h in range(num_heads):
+                rotate_tail(out[r, h], cos[p], minus_sin[p])
+        i += run
 
 
 def bind_select_entries(ratio: int, top_k: int, scale: float) -> Callable[..., torch.Tensor]:
@@ -158,10 +226,21 @@ def bind_select_entries(ratio: int, top_k: int, scale: float) -> Callable[..., t
     factor = np.float32(scale)
 
     def select_entries(q: torch.Tensor, weights: torch.Tensor, cache: LayerCache, plan: AttentionPlan) -> torch.Tensor:
-        num_selected = min(top_k, (plan.max_position + 1) // ratio)
-        chosen = np.empty((q.shape[0], num_selected), np.int64)
-        pool = cache.host.index_entries
-        _select(host(q), host(weights), pool, plan.host.queries, plan.host.page_table, ratio, factor, chosen)
+        q, weights = q.contiguous(), weights.contiguous()
+        (num_rows, num_heads, _), most, steps = q.shape, (plan.max_position + 1) // ratio, plan.host
+        chosen = np.empty((num_rows, min(top_k, most)), np.int64)
+        _select(
+            address(q),
+            address(weights),
+            num_heads,
+            cache.host.index_entries,
+            steps.queries,
+            steps.page_table,
+            ratio,
+            factor,
+            most,
+            chosen,
+        )
         return torch.from_numpy(chosen)
 
     return select_entries
@@ -177,12 +256,14 @@ def bind_attend(
     def attend(
         q: torch.Tensor, keys: torch.Tensor, cache: LayerCache, selected: torch.Tensor | None, plan: AttentionPlan
     ) -> torch.Tensor:
+        q, keys = q.contiguous(), keys.contiguous()
         out = np.empty(q.shape, np.float32)
         buffers, steps = cache.host, plan.host
-        picks = nothing if selected is None else host(selected)
+        picks = nothing if selected is None else selected.contiguous().numpy()
         _attend(
-            host(q),
-            host(keys),
+            address(q),
+            address(keys),
+            keys.shape[0],
             buffers.window,
             buffers.entries,
             picks,

@@ -1,0 +1,57 @@
+"""The exponential function in float32, written so that a loop that calls it runs on vector registers."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from .jit import jit, strict
+
+LOG2_E = np.float32(math.log2(math.e))
+# ln 2 in two parts: the first has 9 bits, so that n LN2_HIGH is exact for every exponent n of a float.
+LN2_HIGH = np.float32(0.693359375)
+LN2_LOW = np.float32(math.log(2.0) - 0.693359375)
+# Beyond these the result is zero or infinity.
+LOWEST, HIGHEST = np.float32(-105.0), np.float32(89.5)
+C2, C3, C4, C5, C6, C7 = (np.float32(1.0 / math.factorial(n)) for n in range(2, 8))
+HALF, ONE = np.float32(0.5), np.float32(1.0)
+
+
+@intrinsic
+def _power_of_two(typingctx, n):
+    """2^n for a whole float32 ``n`` from -126 to 127: its exponent bits, put together."""
+
+    def emit(context, builder, signature, args):
+        bits = ir.IntType(32)
+        exponent = builder.add(builder.fptosi(args[0], bits), ir.Constant(bits, 127))
+        return builder.bitcast(builder.shl(exponent, ir.Constant(bits, 23)), ir.FloatType())
+
+    return types.float32(types.float32), emit
+
+
+@strict
+def exp(x):
+    """``e^x`` of a float32, within 2 units in the last place; 0, infinity and NaN where they belong.
+
+    x = n ln 2 + r with a whole n and |r| <= ln 2 / 2, so e^x = 2^n e^r, and e^r is a short Taylor sum. 2^n is taken as
+    two factors, since the exponents of the smallest and largest results do not fit one.
+    """
+    y = x if x > LOWEST else LOWEST
+    y = y if y < HIGHEST else HIGHEST
+    n = np.floor(y * LOG2_E + HALF)
+    r = (y - n * LN2_HIGH) - n * LN2_LOW
+    p = ((((C7 * r + C6) * r + C5) * r + C4) * r + C3) * r + C2
+    p = (p * r + ONE) * r + ONE
+    half = np.floor(n * HALF)
+    result = p * _power_of_two(half) * _power_of_two(n - half)
+    return result if x == x else x
+
+
+@jit
+def sigmoid(x):
+    """``1 / (1 + e^-x)``."""
+    return ONE / (ONE + exp(-x))
