@@ -174,7 +174,7 @@ def started(tmp_path, *command):
     script.write_text(textwrap.dedent(SCRIPT))
     quiet = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [str(script) if part is None else part for part in command]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=quiet, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=quiet, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     return sorted(line for line in done.stdout.splitlines() if line.startswith("result"))
 
