@@ -15,14 +15,14 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from ..layers.draft_heads import DraftBlock, Pick
+from ..layers.draft_heads_host import HostDraftBlock
+from .draft.base import DraftNoise
 from .outcome import COMPLETED, Outcome, rows_to_table, table_width, to_table, write_logprobs
 from .random import Purpose, uniforms
 from .sampling import SamplingRows, greedy_ids, log_probs, target_probs
 from .sequence import RequestState
 from .spec.block_verify import verify_blocks
 from .spec.confidence import conditional
-from .spec.picks import SampledPick, greedy_pick
 from .spec.rows import PackedRows
 from .spec.schedule import VerifyPolicy
 from .spec.verdict import cut
@@ -38,7 +38,7 @@ class StopStrings(Protocol):
 
 
 Recorder = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], None]
-"""Told of each step: raw confidence logits [R, γ]; drafts verified, kept before any cut, and tokens emitted, all [R]."""
+"""Told of each step: raw confidence logits [R, γ]; drafts verified, kept before any cut, tokens emitted, all [R]."""
 
 
 class Drafted(NamedTuple):
@@ -81,23 +81,21 @@ class Decider:
         self.recorder: Recorder | None = None
         self._verify = verify_blocks if joint else verify_tokens
 
-    def pick(self, states: Sequence[RequestState]) -> Pick:
-        """How drafts are chosen: by the requests' own temperature and filters."""
+    def noise(self, states: Sequence[RequestState]) -> DraftNoise:
+        """How drafts are drawn: at the requests' own temperatures."""
         if all(state.request.params.greedy for state in states):
-            return greedy_pick
-        rows = SamplingRows.of([state.request.params for state in states])
-        return SampledPick(rows, torch.from_numpy(_block_uniforms(states, self._gamma, Purpose.DRAFT)))
+            return DraftNoise(None, None)
+        temperatures = np.array([state.request.params.temperature for state in states])
+        return DraftNoise(temperatures, _block_uniforms(states, self._gamma, Purpose.DRAFT))
 
     def schedule(
-        self, states: Sequence[RequestState], block: DraftBlock, max_lens: np.ndarray, other_rows: int
+        self, states: Sequence[RequestState], block: HostDraftBlock, max_lens: np.ndarray, other_rows: int
     ) -> Drafted:
         """How many of each request's drafts are verified, at most ``max_lens`` [R]."""
         logits = block.confidence_logits
-        logits = None if logits is None else logits.float().cpu().numpy()
         c = None if logits is None else conditional(logits, self._temperatures)
         plan = self.policy.plan([state.request.request_id for state in states], c, max_lens, other_rows)
-        probs = None if block.probs is None else block.probs.cpu().numpy()
-        return Drafted(block.tokens.cpu().numpy(), plan.lens, probs, logits)
+        return Drafted(block.tokens, plan.lens, block.probs, logits)
 
     def judge(
         self, states: Sequence[RequestState], num_decoding: int, logits: torch.Tensor, drafted: Drafted

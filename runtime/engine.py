@@ -243,7 +243,9 @@ class Engine:
         )
         block = None
         if self._link.is_last:
-            block = self.drafter.propose(requests, self._decider.pick(drafting) if self._decider and drafting else None)
+            block = self.drafter.propose(
+                requests, self._decider.noise(drafting) if self._decider and drafting else None
+            )
         if not drafting:
             return nothing
         decided, message = None, torch.empty((len(states), 1 + gamma), dtype=torch.int64, device=self._device)

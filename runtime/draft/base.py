@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from ...layers.attention.plan import AttentionPlan
-from ...layers.draft_heads import DraftBlock, Pick
+from ...layers.draft_heads_host import HostDraftBlock
 from ...layers.kernels import Kernels
 from ...layers.params import ParamSource
 from ...parallel.groups import Groups
@@ -30,6 +31,14 @@ class DraftRequests(NamedTuple):
     starts: list[int]
     anchors: list[int]
     others: tuple[int, ...]
+
+
+class DraftNoise(NamedTuple):
+    """How drafts are drawn: ``temperatures`` [R] float64 of the requests (0 is greedy) and ``uniforms`` [R, γ] in
+    [0, 1); both None where all are greedy. The draft's law needs no other filter: verification is exact for any law."""
+
+    temperatures: np.ndarray | None
+    uniforms: np.ndarray | None
 
 
 class DraftRoom(NamedTuple):
@@ -84,6 +93,6 @@ class Drafter(Protocol):
         """Take in a target step's ``taps`` [T, ...], rows as in ``plan``; rejected rows do no harm. Collective."""
         ...
 
-    def propose(self, requests: DraftRequests, pick: Pick | None) -> DraftBlock | None:
-        """Draft a block for each request. Collective; ``pick`` is None on ranks that do not decide, which get None."""
+    def propose(self, requests: DraftRequests, noise: DraftNoise | None) -> HostDraftBlock | None:
+        """Draft a block for each request. Collective; ``noise`` is None on ranks that do not decide, which get None."""
         ...

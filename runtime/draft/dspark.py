@@ -17,13 +17,8 @@ import torch
 
 from ...comm.dp_attention import TokenExchange, choose_padding
 from ...layers.attention.plan import AttentionPlan, build_plan
-from ...layers.draft_heads import (
-    DraftBlock,
-    Pick,
-    draw_block,
-    load_confidence_head,
-    load_markov_head,
-)
+from ...layers.draft_heads import load_confidence_head, load_markov_head
+from ...layers.draft_heads_host import HostDraftBlock, HostHeads
 from ...layers.hyper_connection import HyperHead
 from ...layers.kernels import Kernels
 from ...layers.linear import MergedLinear, Part
@@ -34,7 +29,7 @@ from ...parallel.groups import Groups
 from ..cache import Cache, CacheLayout
 from ..model_config import DSparkConfig, ModelConfig
 from ..models.deepseek_v4 import Block, DeepseekV4, draft_stage_sizes, drain, hyper_sizes, rope_table
-from .base import DraftRequests, DraftRoom
+from .base import DraftNoise, DraftRequests, DraftRoom
 
 
 class DSparkDrafter:
@@ -77,15 +72,13 @@ class DSparkDrafter:
         last = stages[-1]
         self._hyper_head = HyperHead(last, "hc_head", hyper_sizes(config), kernels)
         self._norm = RMSNorm(last, "norm", config.rms_norm_eps, kernels)
-        self._markov = (
-            load_markov_head(draft.markov_head_type, last.scope("markov_head"), config.hidden_size)
-            if draft.markov_rank
-            else None
-        )
-        has_confidence = draft.enable_confidence_head
-        self._confidence = (
-            load_confidence_head(last.scope("confidence_head"), has_bias=False) if has_confidence else None
-        )
+        markov = None
+        if draft.markov_rank:
+            markov = load_markov_head(draft.markov_head_type, last.scope("markov_head"), config.hidden_size)
+        confidence = None
+        if draft.enable_confidence_head:
+            confidence = load_confidence_head(last.scope("confidence_head"), has_bias=False)
+        self._heads = HostHeads(markov, confidence)
 
     @classmethod
     def tap_layers(cls, config: ModelConfig) -> tuple[int, ...]:
@@ -122,14 +115,13 @@ class DSparkDrafter:
         for project, key, cache in zip(self._context, self._keys, self._cache.layers):
             self._store(key(project(context), plan), None, cache, plan)
 
-    def propose(self, requests: DraftRequests, pick: Pick | None) -> DraftBlock | None:
+    def propose(self, requests: DraftRequests, noise: DraftNoise | None) -> HostDraftBlock | None:
         """See :meth:`.base.Drafter.propose`."""
         hidden, base_logits = self.forward(requests)
-        if pick is None:
+        if noise is None:
             return None
-        anchors = torch.tensor(requests.anchors, device=hidden.device)
-        gamma = self.gamma
-        return draw_block(base_logits[:, :gamma], hidden[:, :gamma], anchors, self._markov, self._confidence, pick)
+        hidden, base_logits = (x[:, : self.gamma].float().cpu().numpy() for x in (hidden, base_logits))
+        return self._heads.draw_block(base_logits, hidden, np.array(requests.anchors), *noise)
 
     @torch.inference_mode()
     def forward(self, requests: DraftRequests) -> tuple[torch.Tensor, torch.Tensor]:

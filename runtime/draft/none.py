@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from ...layers.attention.plan import AttentionPlan
-from ...layers.draft_heads import DraftBlock, Pick
+from ...layers.draft_heads_host import HostDraftBlock
 from ...layers.kernels import Kernels
 from ...layers.params import ParamSource
 from ...parallel.groups import Groups
 from ..model_config import ModelConfig
 from ..models.deepseek_v4 import DeepseekV4
-from .base import DraftRequests, DraftRoom
+from .base import DraftNoise, DraftRequests, DraftRoom
 
 
 class NoDraft:
@@ -48,6 +48,6 @@ class NoDraft:
     def observe(self, taps: torch.Tensor, plan: AttentionPlan) -> None:
         """Nothing to learn."""
 
-    def propose(self, requests: DraftRequests, pick: Pick | None) -> DraftBlock | None:
+    def propose(self, requests: DraftRequests, noise: DraftNoise | None) -> HostDraftBlock | None:
         """Nothing to propose; the engine does not ask."""
         return None
