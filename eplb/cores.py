@@ -1,0 +1,47 @@
+"""The two implementations of the search: ``plain`` (numpy) and ``compiled`` (numba, the extra ``cpu``)."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Protocol
+
+import numpy as np
+
+from .rows import Rows
+from .schedule import Effort
+
+
+class Core(Protocol):
+    """What a core offers; all give the same results."""
+
+    def spread_copies(self, load: np.ndarray, num_slots: int, most: int) -> np.ndarray:
+        """See ``plain/copies.py``."""
+
+    def deal(self, share: np.ndarray, count: np.ndarray, num_gpus: int) -> np.ndarray:
+        """See ``plain/deal.py``."""
+
+    def refine(self, rows: Rows, goal: np.ndarray, effort: Effort) -> None:
+        """See ``plain/search.py``."""
+
+    def search_copies(
+        self, weight: np.ndarray, count: np.ndarray, limit: np.ndarray, most: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """See ``plain/pairs.py``."""
+
+    def flat_greedy(self, load: np.ndarray, num_slots: int, num_gpus: int) -> np.ndarray:
+        """See ``baseline.py``."""
+
+
+CORES = {"plain": ".plain", "compiled": ".compiled"}
+
+
+def load_core(name: str = "auto") -> Core:
+    """The core of that name; ``auto`` is the compiled one where numba is installed. ``ValueError`` for other names."""
+    if name == "auto":
+        name = "compiled" if importlib.util.find_spec("numba") else "plain"
+    if name not in CORES:
+        raise ValueError(f"unknown core {name!r}; there are auto, {', '.join(CORES)}")
+    if name == "compiled" and not importlib.util.find_spec("numba"):
+        raise ValueError("the compiled core needs numba: pip install 'dspark[cpu]', or use core='plain'")
+    return importlib.import_module(CORES[name], __package__)
