@@ -9,7 +9,6 @@ rows of its block.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from torch.nn.functional import embedding, linear
 from ...layers.draft_heads import ConfidenceHead, make_markov_head, previous_tokens, teacher_forced_logits
 from ...layers.kernels.hyper_connection import weighted_norm
 from ...layers.rope import RopeTable
-from ..model_config import DSparkConfig, ModelConfig
+from ..model_config import ModelConfig
 from .batches import Batch
 from .stage import Keys, StageSizes, Weights, collapse, context_keys, scoped, stage_forward
 
@@ -34,10 +33,10 @@ class FrozenEnds(NamedTuple):
 
 
 class BlockOutput(NamedTuple):
-    """``base`` logits [A, γ, V] before the Markov bias; ``hidden`` [A, γ, D] that the heads read; ``load`` [S, E] rows
-    by expert of each stage."""
+    """``normed`` [A, γ, D] for the target's head; ``hidden`` [A, γ, D] that the draft's heads read; ``load`` [S, E]
+    rows by expert of each stage."""
 
-    base: Tensor
+    normed: Tensor
     hidden: Tensor
     load: Tensor
 
@@ -94,9 +93,8 @@ class BlockDraft:
         last = scoped(self.weights, self.last)
         hidden = collapse(last, streams, config)
         normed = weighted_norm(hidden, last["norm.weight"], config.rms_norm_eps)
-        base = linear(normed, self.ends.head)
         shape = (num_blocks, gamma, -1)
-        return BlockOutput(base.view(shape), hidden.view(shape), torch.stack(loads))
+        return BlockOutput(normed.view(shape), hidden.view(shape), torch.stack(loads))
 
     def markov_head(self):
         """The Markov head on the current weights, or ``None``."""
@@ -111,19 +109,31 @@ class BlockDraft:
             return None
         return ConfidenceHead(self.weights[self.last + "confidence_head.proj.weight"])
 
-    def teacher_forced(self, batch: Batch) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Draft logits [A, γ, V] behind the data's tokens, confidence logits [A, γ] or ``None``, and the load."""
+    def markov_features(self, out: BlockOutput, prev: Tensor) -> Tensor | None:
+        """[A, γ, r] what W2 reads behind the tokens ``prev`` [A, γ], or ``None`` without a Markov head."""
+        head = self.markov_head()
+        if head is None:
+            return None
+        state = head.begin(out.hidden)
+        if not head.recurrent:
+            return head.step(slice(None), prev, state)[0]
+        features = []
+        for k in range(prev.shape[1]):
+            feature, state = head.step(k, prev[:, k], state)
+            features.append(feature)
+        return torch.stack(features, dim=1)
+
+    def confidence_logits(self, out: BlockOutput, prev: Tensor) -> Tensor | None:
+        """[A, γ] behind the tokens ``prev``, or ``None`` without a confidence head."""
+        head = self.confidence_head()
+        if head is None:
+            return None
+        w1 = self.weights.get(self.last + MARKOV_PREFIX + "markov_w1.weight")
+        return head.logits(out.hidden, prev, w1 if self.draft.confidence_head_with_markov else None)
+
+    def teacher_forced(self, batch: Batch) -> Tensor:
+        """Draft logits [A, γ, V] behind the data's tokens."""
         out = self.backbone(batch)
         prev = previous_tokens(batch.ids[batch.anchors], batch.labels)
-        logits = teacher_forced_logits(out.base, out.hidden, prev, self.markov_head())
-        confidence = self.confidence_head()
-        if confidence is None:
-            return logits, None, out.load
-        w1 = self.weights.get(self.last + MARKOV_PREFIX + "markov_w1.weight")
-        with_markov = w1 if self.draft.confidence_head_with_markov else None
-        return logits, confidence.logits(out.hidden, prev, with_markov), out.load
-
-
-def draft_config(config: ModelConfig, draft: DSparkConfig) -> ModelConfig:
-    """``config`` announcing ``draft``, checked."""
-    return dataclasses.replace(config, dspark=draft, num_nextn_predict_layers=0)
+        base = linear(out.normed, self.ends.head)
+        return teacher_forced_logits(base, out.hidden, prev, self.markov_head())

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from ..checkpoint.folder import INDEX_NAME, read_checkpoint_headers
 from ..checkpoint.names import canonical_name
@@ -24,6 +24,7 @@ from ..model_config import DSparkConfig
 COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 NOT_COPIED = ("config.json", INDEX_NAME, "draft_training.json")
 MAX_COPIED_BYTES = 64 << 20
+PT = {"format": "pt"}  # what other libraries expect of weights for torch
 DRAFT_KEYS = (
     "num_nextn_predict_layers",
     "n_mtp_layers",
@@ -90,7 +91,7 @@ def write_bundled(
         _place(path, output / name, names, whole)
         weight_map |= dict.fromkeys(names, name)
     name = f"model-{total:05d}-of-{total:05d}.safetensors"
-    save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, output / name, {"format": "pt"})
+    _write_tensors(output / name, tensors)
     weight_map |= dict.fromkeys(tensors, name)
     size = sum((output / shard).stat().st_size for shard in set(weight_map.values()))
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
@@ -106,9 +107,7 @@ def write_standalone(
 ) -> None:
     """Write a draft alone: ``model.safetensors`` and its own ``config.json``."""
     output.mkdir(parents=True, exist_ok=True)
-    partial = output / "model.partial"
-    save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, partial, {"format": "pt"})
-    os.replace(partial, output / "model.safetensors")
+    _write_tensors(output / "model.safetensors", tensors)
     _write_json(output / "config.json", config)
     _write_json(output / "draft_training.json", record)
 
@@ -117,12 +116,19 @@ def _place(source: pathlib.Path, destination: pathlib.Path, names: list[str], wh
     """``source`` at ``destination``, with only the tensors ``names`` unless it is taken ``whole``."""
     if not whole:
         with safe_open(source, "pt") as stream:
-            save_file({name: stream.get_tensor(name) for name in names}, destination, stream.metadata())
+            _write_tensors(destination, {name: stream.get_tensor(name) for name in names})
         return
     try:
         os.link(source, destination)
     except OSError:
         shutil.copyfile(source, destination)
+
+
+def _write_tensors(path: pathlib.Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Written as bytes, because the library's own files are readable by their owner alone."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_bytes(save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, PT))
+    os.replace(partial, path)
 
 
 def _copy_small_files(target: pathlib.Path, output: pathlib.Path) -> None:

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
+from ...layers.draft_heads import previous_tokens
 from ...layers.params import ParamSource
 from ...layers.rope import build_rope_table
 from ..model_config import DSparkConfig, ModelConfig
 from .batches import Batch
 from .block_draft import BlockDraft, FrozenEnds
 from .chain_draft import ChainDraft, EagleFusion, MtpFusion
+from .chunked import chunked_sums
 from .export import dspark_keys, write_bundled, write_standalone
 from .initial import eagle_weights, initial_weights
 from .losses import LossWeights, dspark_sums, place_weights
@@ -79,17 +81,30 @@ class BlockMethod:
 
     def sums(self, batch: Batch) -> StepSums:
         """See :class:`Draft`."""
-        logits, confidence, load = self.model.teacher_forced(batch)
+        model, head, labels = self.model, self.model.ends.head, batch.labels
+        out = model.backbone(batch)
+        prev = previous_tokens(batch.ids[batch.anchors], labels)
+        features, confidence = model.markov_features(out, prev), model.confidence_logits(out, prev)
         weights = place_weights(batch.valid, self._decay_gamma)
-        sums = dspark_sums(logits, target_logits(batch, self.model.ends.head), batch.labels, confidence, weights)
+        rows = (out.normed, features, confidence, batch.hidden[batch.rows], labels, weights)
+        readout = model.weights.get(model.last + "markov_head.markov_w2.weight")
         factors = self._factors
-        loss = factors.ce * sums.ce + factors.l1 * sums.l1 + factors.confidence * sums.confidence
-        terms = {"ce": sums.ce, "l1": sums.l1, "confidence": sums.confidence}
-        return StepSums(loss, sums.weight, terms, load)
+
+        def sums(normed, feature, confidence, hidden, labels, weights, readout):
+            logits = linear(normed, head).float()
+            if feature is not None:
+                logits = logits + linear(feature, readout).float()
+            found = dspark_sums(logits, linear(hidden, head), labels, confidence, weights)
+            loss = factors.ce * found.ce + factors.l1 * found.l1 + factors.confidence * found.confidence
+            return loss, *found
+
+        flat = [None if x is None else x.flatten(0, 1) for x in rows]
+        loss, ce, l1, bce, weight = chunked_sums(sums, flat, (readout,))
+        return StepSums(loss, weight, {"ce": ce, "l1": l1, "confidence": bce}, out.load)
 
     def drafts(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """See :class:`Draft`."""
-        return self.model.teacher_forced(batch)[0], target_logits(batch, self.model.ends.head)
+        return self.model.teacher_forced(batch), target_logits(batch, self.model.ends.head)
 
     def write(self, target: pathlib.Path, output: pathlib.Path, record: Mapping[str, Any]) -> None:
         """See :class:`Draft`: the release naming, beside the target."""

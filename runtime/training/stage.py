@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from ...layers.kernels.hyper_connection import hc_collapse, sinkhorn, stream_mix, weighted_norm
+from ...layers.kernels.hyper_connection import hc_collapse, stream_mix, weighted_norm
 from ...layers.kernels.moe import Routing, route_scored
 from ...layers.rope import RopeTable, rotate
 from ..model_config import ModelConfig
@@ -133,6 +133,16 @@ def moe(weights: Weights, x: Tensor, sizes: StageSizes) -> tuple[Tensor, Tensor]
     return (each * routing.weights.unsqueeze(-1)).sum(1).to(x.dtype) + shared, load
 
 
+def sinkhorn_by_rows(comb: Tensor, num_iters: int, eps: float) -> Tensor:
+    """:func:`~dspark.layers.kernels.hyper_connection.sinkhorn` of ``comb`` [n, n, R]."""
+    comb = comb.softmax(dim=1) + eps
+    comb = comb / (comb.sum(dim=0, keepdim=True) + eps)
+    for _ in range(num_iters - 1):
+        comb = comb / (comb.sum(dim=1, keepdim=True) + eps)
+        comb = comb / (comb.sum(dim=0, keepdim=True) + eps)
+    return comb
+
+
 class StreamMix(NamedTuple):
     """``x`` [R, D] a sublayer's normed input; ``post`` [R, n] and ``comb`` [R, n, n] bring its output back."""
 
@@ -142,8 +152,8 @@ class StreamMix(NamedTuple):
 
 
 def read_streams(weights: Weights, sublayer: str, streams: Tensor, config: ModelConfig) -> StreamMix:
-    """:func:`hc_pre` of the mHC kind, with sums over streams written as elementwise products: their gradients are
-    much cheaper on the CPU than those of batched products of such small matrices."""
+    """:func:`hc_pre` of the mHC kind, arranged for gradients on the CPU: sums over streams are elementwise products
+    instead of batched products of tiny matrices, and rows are the innermost axis of the Sinkhorn steps."""
     n, eps = config.hc_mult, config.hc_eps
     scale, base = weights[f"hc_{sublayer}_scale"], weights[f"hc_{sublayer}_base"]
     mix = stream_mix(streams, weights[f"hc_{sublayer}_fn"].T, config.rms_norm_eps)
@@ -151,7 +161,8 @@ def read_streams(weights: Weights, sublayer: str, streams: Tensor, config: Model
     b_pre, b_post, b_comb = base.split((n, n, n * n))
     pre = torch.sigmoid(pre * scale[0] + b_pre) + eps
     post = 2 * torch.sigmoid(post * scale[1] + b_post)
-    comb = sinkhorn((comb * scale[2] + b_comb).unflatten(-1, (n, n)), config.hc_sinkhorn_iters, eps)
+    comb = (comb.T.contiguous() * scale[2] + b_comb.unsqueeze(1)).view(n, n, -1)
+    comb = sinkhorn_by_rows(comb, config.hc_sinkhorn_iters, eps).permute(2, 0, 1)
     x = (pre.unsqueeze(-1) * streams.float()).sum(1).to(streams.dtype)
     return StreamMix(weighted_norm(x, weights[f"{sublayer}_norm.weight"], config.rms_norm_eps), post, comb)
 
