@@ -43,12 +43,14 @@ Recorder = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], None]
 
 class Drafted(NamedTuple):
     """The drafts of a step: ``drafts`` [R, γ], ``lens`` [R] how many are verified, ``probs`` [R, γ, V] float64 the laws
-    they were drawn from, or None where all are greedy; ``confidence`` [R, γ] raw logits, on the rank that drew."""
+    they were drawn from, or None where all are greedy; ``confidence`` [R, γ] raw logits, on the rank that drew;
+    ``proposed``: drafts of each block, 0 where nothing was drafted."""
 
     drafts: np.ndarray
     lens: np.ndarray
     probs: np.ndarray | None
     confidence: np.ndarray | None = None
+    proposed: int = 0
 
     @classmethod
     def nothing(cls, num_requests: int, gamma: int) -> Drafted:
@@ -64,7 +66,7 @@ class Drafted(NamedTuple):
         if probs is not None:
             probs = np.concatenate([probs, np.zeros((num_requests, *probs.shape[1:]))])
         drafts, lens = np.concatenate([self.drafts, more.drafts]), np.concatenate([self.lens, more.lens])
-        return Drafted(drafts, lens, probs, self.confidence)
+        return Drafted(drafts, lens, probs, self.confidence, self.proposed)
 
 
 class Decider:
@@ -95,7 +97,7 @@ class Decider:
         logits = block.confidence_logits
         c = None if logits is None else conditional(logits, self._temperatures)
         plan = self.policy.plan([state.request.request_id for state in states], c, max_lens, other_rows)
-        return Drafted(block.tokens, plan.lens, block.probs, logits)
+        return Drafted(block.tokens, plan.lens, block.probs, logits, self._gamma)
 
     def judge(
         self, states: Sequence[RequestState], num_decoding: int, logits: torch.Tensor, drafted: Drafted
@@ -122,8 +124,7 @@ class Decider:
         if self.recorder is not None and drafted.confidence is not None:
             n = len(drafted.confidence)
             self.recorder(drafted.confidence, drafted.lens[:n], uncut.accepted[:n], verdict.emitted[:n])
-        proposed = self._gamma if drafted.lens.any() else 0
-        counts = [proposed] * num_decoding + [COMPLETED] * (len(states) - num_decoding)
+        counts = [drafted.proposed] * num_decoding + [COMPLETED] * (len(states) - num_decoding)
         return to_table([state.number for state in states], counts, verdict)
 
     def logprobs(

@@ -15,6 +15,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "decode": ("..bench.decode", "decode speed against transformers, time per token by context, profile of a step"),
     "prefill": ("..bench.prefill", "prefill speed against transformers, peak memory by length"),
     "layouts": ("..bench.layouts", "every layout of ranks gives the tokens of one rank"),
+    "traffic": ("..bench.traffic", "bytes of a forward on every axis against the formulas"),
     "memory": ("..bench.memory", "memory per token of context against the formula of dspark check"),
 }
 
