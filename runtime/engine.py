@@ -23,9 +23,10 @@ from ..comm.collectives import broadcast
 from ..comm.pipeline import StageLink
 from ..layers.kernels import choose
 from ..layers.params import OnDevice
-from ..parallel.groups import Groups
+from ..parallel.groups import Group, Groups
+from ..parallel.pipeline import stage_layers
 from .agreement import Agreement, Shapes, split_rows
-from .cache import Cache, CacheLayout
+from .cache import Cache, CacheLayout, pages_within
 from .checkpoint import CheckpointReader
 from .decide import Decider, Drafted, Ends, Recorder, StopStrings
 from .draft import Drafter, DraftRequests, drafter_class
@@ -34,8 +35,9 @@ from .engine_config import EngineConfig
 from .model_config import ModelConfig, load_model_config
 from .models.deepseek_v4 import DeepseekV4, ModelOutput, attention_sizes
 from .outcome import Outcome, read_logprobs, table_width
-from .request import FinishReason, Request, TokenEvent, TokenLogprob
-from .scheduler import Scheduler, StepPlan
+from .prefix import PrefixTree, RingSnapshots
+from .request import FinishReason, Request, TokenEvent, TokenLogprob, token_budget
+from .scheduler import Counts, Scheduler, StepPlan, lightest
 from .sequence import RequestState
 from .spec.rows import BlockPlan
 from .spec.schedule import StaticPolicy, VerifyPolicy, make_policy
@@ -53,6 +55,7 @@ class Flight(NamedTuple):
     others by completing their prefill.
     """
 
+    plan: StepPlan
     step: Step
     shapes: Shapes
     states: list[RequestState]
@@ -78,9 +81,15 @@ class Engine:
         self._decider = make_decider(config, drafter.gamma) if is_deciding else None
         self._ends = Ends(text)
         self._flights: deque[Flight] = deque()
+        self._may_skip_drafts = config.verify == "async"
         self._device = cache.page_table.device
         self._agreement = Agreement(groups, self._device)
-        self._scheduler = Scheduler(cache, config.chunk_size)
+        num_snapshots = config.num_snapshots
+        self.tree = PrefixTree(cache, num_snapshots) if num_snapshots else None
+        caches = (cache, *drafter.caches) if num_snapshots else ()
+        self._snapshots = [RingSnapshots(one, num_snapshots) for one in caches]
+        self._scheduler = Scheduler(cache, config.chunk_size, config.admission, self.tree)
+        self._loads = [(0, 0)] * groups.attn_dp.size
         self._states: dict[int, RequestState] = {}
         self._numbers: dict[str, int] = {}
         self._next_number = itertools.count()
@@ -106,47 +115,64 @@ class Engine:
         source = OnDevice(CheckpointReader(config.model, model_config, dtype, progress=progress), device)
         kernels, draft = choose(device, dtype, config.deterministic), drafter_class(config.draft)
         taps = draft.tap_layers(model_config)
-        model = DeepseekV4(model_config, source, groups, kernels, config.max_context, device, taps, dtype)
-        max_verify = 1 + (config.gamma or draft.max_gamma(model_config))
-        room = DraftRoom(config.max_running, config.max_context, max_verify)
+        sizes = (config.max_context, device, taps, dtype, draft.tap_kind)
+        model = DeepseekV4(model_config, source, groups, kernels, *sizes)
+        max_verify = 1 + (config.gamma or draft.default_gamma(model_config))
+        if max_verify > 1 and not draft.has_confidence(model_config):
+            check_untrimmed(config)
+        # A block is stored as wide as it was trained, and the rows before the one that follows it must survive that.
+        num_drafted = 2 * (1 + max(max_verify - 1, draft.max_gamma(model_config)))
+        room = DraftRoom(config.max_running, config.max_context, num_drafted)
         if model.is_last:
             drafter = draft.load(model_config, source, model, groups, kernels, room, config.gamma)
         else:
             drafter = DraftElsewhere(max_verify - 1)
-        cache = make_cache(model_config, config, device, max_verify, model.layers)
+        cache = make_cache(model_config, config, device, max_verify, groups.pp)
         return cls(model, drafter, cache, groups, config, text)
 
     def add(self, request: Request) -> None:
-        """Queue a request that :func:`.request.validate_request` has accepted. The same on every rank."""
+        """Queue a request that :func:`.request.validate_request` has accepted. The same on every rank.
+
+        Raises ``ValueError`` if the cache is too small for it, see :meth:`check_fits`.
+        """
         assert request.request_id not in self._numbers, f"request {request.request_id!r} was added twice"
+        self.check_fits(request)
         eos, max_context = self.model.config.eos_token_ids, self.config.max_context
-        number, home = next(self._next_number), self._lightest()
+        number, home = next(self._next_number), lightest(self._loads)
         state = RequestState.start(request, max_context, eos, self.config.seed, self.drafter.gamma, number, home)
         self._numbers[request.request_id], self._states[number] = number, state
+        self._count(state, 1)
         if home == self.groups.attn_dp.rank:
             self._scheduler.add(state)
 
-    def _lightest(self) -> int:
-        """The DP rank with the fewest tokens to hold, then the fewest requests; all ranks agree."""
-        loads = [[0, 0, rank] for rank in range(self.groups.attn_dp.size)]
-        for state in self._states.values():
-            loads[state.home][0] += state.worst_case
-            loads[state.home][1] += 1
-        return min(loads)[2]
+    def check_fits(self, request: Request) -> None:
+        """Raise ``ValueError`` naming the sizes if the cache could not hold ``request`` even alone."""
+        num_tokens = len(request.prompt_ids) + token_budget(request, self.config.max_context)
+        self._scheduler.check_fits(f"request {request.request_id!r}", num_tokens)
+
+    def _count(self, state: RequestState, sign: int) -> None:
+        """Add a request to the load of its DP rank, or take it off; all ranks agree."""
+        num_tokens, num_requests = self._loads[state.home]
+        self._loads[state.home] = (num_tokens + sign * state.worst_case, num_requests + sign)
 
     def abort(self, request_id: str) -> None:
-        """Drop a request; an id that is not there (any more) is ignored. The same on every rank."""
+        """Drop a request; an id that is not there (any more) is ignored. The same on every rank.
+
+        Its memory is free at once, or where steps are under way with rows of it, when those have ended.
+        """
         number = self._numbers.get(request_id)
         if number is not None:
             self._forget(self._states[number])
 
     def _forget(self, state: RequestState) -> None:
         del self._states[self._numbers.pop(state.request.request_id)]
+        self._count(state, -1)
         if state.home == self.groups.attn_dp.rank:
             self._scheduler.finish(state)
 
     def set_policy(self, policy: VerifyPolicy) -> None:
         """Replace how verified lengths are chosen, from the next step on; no effect on ranks that do not decide."""
+        self._may_skip_drafts = True
         if self._decider:
             self._decider.policy = policy
 
@@ -156,20 +182,28 @@ class Engine:
             self._decider.recorder = recorder
 
     def has_work(self) -> bool:
-        """Whether any request is unfinished; the same on every rank."""
-        return bool(self._states)
+        """Whether any request is unfinished, or a step with rows under way; the same on every rank."""
+        return bool(self._states) or any(sum(flight.shapes.rows) for flight in self._flights)
+
+    @property
+    def counts(self) -> Counts:
+        """What the scheduler of this DP rank has done so far."""
+        return self._scheduler.counts
 
     def step(self) -> list[TokenEvent]:
         """Run one step and return what it added to each request, without text. Collective over the job.
 
         In a pipeline a step launches one flight, moves every flight one stage on, and ends the oldest.
         """
-        if not self._states:
+        if not self.has_work():
             return []
         self._flights.appendleft(self._launch())
         output = None
         if self._link.stage < len(self._flights):
             flight = self._flights[self._link.stage]
+            for copy in flight.plan.copies:
+                for snapshots in self._snapshots:
+                    snapshots.apply(copy)
             if sum(flight.shapes.rows):
                 output = self.model.run_stage(flight.step, self.cache, self._link)
         if len(self._flights) < self._link.num_stages:
@@ -196,12 +230,13 @@ class Engine:
             chunk.state.num_cached += chunk.num_tokens
         for state in states:
             state.in_flight = True
-        return Flight(step, shapes, states, len(plan.decoding), drafted.followed_by(len(completed)))
+        return Flight(plan, step, shapes, states, len(plan.decoding), drafted.followed_by(len(completed)))
 
     def _land(self, flight: Flight, output: ModelOutput | None) -> list[TokenEvent]:
         """Decide what the last stage's ``output`` gives to the flight's requests, tell all ranks, and apply it."""
         if output is not None:
-            self.drafter.observe(output.taps, flight.step.plan)
+            self.drafter.observe(output.taps, flight.step)
+        self._scheduler.landed(flight.plan)
         if not sum(flight.shapes.requests):
             return []
         shape = (sum(flight.shapes.requests), table_width(self.drafter.gamma))
@@ -231,7 +266,8 @@ class Engine:
             return nothing
         # A block of n drafts may emit n + 1 tokens.
         max_lens = np.array([min(gamma, state.num_left - 1) for state in states], dtype=np.int64)
-        drafting = states if max_lens.any() else []
+        other_rows = sum(chunk.num_tokens for chunk in plan.chunks)
+        drafting = states if max_lens.any() and self._wants_draft(states, max_lens, other_rows) else []
         others = self._agreement.numbers(len(drafting))
         if not sum(others):
             return nothing
@@ -250,13 +286,25 @@ class Engine:
             return nothing
         decided, message = None, torch.empty((len(states), 1 + gamma), dtype=torch.int64, device=self._device)
         if self._decider:
-            other_rows = sum(chunk.num_tokens for chunk in plan.chunks)
             decided = self._decider.schedule(states, block, max_lens, other_rows)
             message = BlockPlan(decided.drafts, decided.lens).to_tensor().to(self._device)
         if self._link.is_last:
             message = broadcast(message, self.groups.attn_block)
         agreed = BlockPlan.from_tensor(broadcast(message, self.groups.pp, self._link.num_stages - 1))
         return decided or Drafted(agreed.drafts, agreed.lens, None)
+
+    def _wants_draft(self, states: list[RequestState], max_lens: np.ndarray, other_rows: int) -> bool:
+        """Whether the policy drafts in this step; the same on every rank of the block. Collective over the block and
+        the pipeline where the policy may say no."""
+        if not self._may_skip_drafts:
+            return True
+        wish = torch.zeros(1, dtype=torch.int64, device=self._device)
+        if self._decider:
+            ids = [state.request.request_id for state in states]
+            wish += self._decider.policy.wants_draft(ids, max_lens, other_rows)
+        if self._link.is_last:
+            wish = broadcast(wish, self.groups.attn_block)
+        return bool(broadcast(wish, self.groups.pp, self._link.num_stages - 1))
 
     def _build(self, plan: StepPlan, drafted: Drafted, num_requests: int) -> tuple[Step, Shapes]:
         spans = []
@@ -278,7 +326,8 @@ class Engine:
         self, flight: Flight, output: ModelOutput | None, rows: list[Outcome]
     ) -> list[tuple[TokenLogprob, ...]]:
         """Log-probabilities of the emitted tokens, row by row, on the first rank; empty where not asked for."""
-        counts = [state.request.params.logprobs for state in self._states.values()]
+        known = [self._states[row.number] for row in rows if row.number in self._states]
+        counts = [state.request.params.logprobs for state in known]
         num_top = max((count for count in counts if count is not None), default=None)
         if num_top is None:
             return [()] * len(rows)
@@ -322,20 +371,36 @@ def make_decider(config: EngineConfig, gamma: int) -> Decider:
     return Decider(gamma, policy, temperatures, config.block_verify)
 
 
+def check_untrimmed(config: EngineConfig) -> None:
+    """Raise ``ValueError`` if ``config`` trims verification by confidences; for drafts that have none."""
+    by_table = config.verify != "static" and config.sps_table is not None
+    if by_table or config.confidence_threshold is not None:
+        option = f"--verify {config.verify}" if by_table else "--confidence-threshold"
+        raise ValueError(f"{option} needs confidences, but the draft has no confidence head; use --verify static")
+
+
 def make_cache(
     model_config: ModelConfig,
     config: EngineConfig,
     device: torch.device,
     max_verify: int = 1,
-    layers: range | None = None,
+    pipeline: Group | None = None,
 ) -> Cache:
-    """A cache for ``config.max_running`` requests of ``config.max_context`` tokens each.
+    """A cache for ``config.max_running`` requests, of ``config.max_context`` tokens each unless its size is given.
 
-    ``max_verify``: rows of the widest step that may be rolled back. ``layers``: those of this pipeline stage, or all.
+    ``max_verify``: rows of the widest step that may be rolled back. ``pipeline``: whose stages share the layers; all
+    layers are here without one. Raises ``ValueError`` if ``config.cache_bytes`` leaves no room for a page.
     """
-    layers = range(model_config.num_layers) if layers is None else layers
-    dtype = getattr(torch, config.dtype)
-    sizes = tuple(attention_sizes(model_config, layer) for layer in layers)
-    layout = CacheLayout(sizes, max_verify, dtype.itemsize)
-    num_pages = config.max_running * layout.pages_for(config.max_context)
-    return Cache(layout, config.max_running, num_pages, config.max_context, device, dtype)
+    dtype, num_layers, num_slots = getattr(torch, config.dtype), model_config.num_layers, config.max_running
+    stages = [range(num_layers)] if pipeline is None else stage_layers(num_layers, pipeline.size)
+    sizes = [attention_sizes(model_config, layer) for layer in range(num_layers)]
+    ratios = CacheLayout(tuple(sizes), max_verify, dtype.itemsize).ratios
+    layouts = [
+        CacheLayout(tuple(sizes[layers.start : layers.stop]), max_verify, dtype.itemsize, model_ratios=ratios)
+        for layers in stages
+    ]
+    layout = layouts[0 if pipeline is None else pipeline.rank]
+    num_pages = num_slots * layout.pages_for(config.max_context) if config.cache_pages is None else config.cache_pages
+    if config.cache_bytes is not None:
+        num_pages = min(num_pages, pages_within(layouts, num_slots, config.num_snapshots, config.cache_bytes))
+    return Cache(layout, num_slots, num_pages, config.max_context, device, dtype)

@@ -26,6 +26,12 @@ logger = logging.getLogger(__name__)
 MIN_SURVIVAL = 1e-6
 """Drafts that are less likely to survive are not worth a row, whatever the budget."""
 
+USUAL_SHARE = 0.1
+"""Weight of the last step in the running mean of survivals that stands in for requests nothing is known about."""
+
+FIRST_PATIENCE, MAX_PATIENCE = 16, 256
+"""Steps without a draft until one is drafted to see whether it pays by now; doubled each time it does not."""
+
 ASYNC_LAG = 2
 """Steps between the confidences that set the budget and the step that uses it."""
 
@@ -44,6 +50,10 @@ class Schedule(NamedTuple):
 class VerifyPolicy(Protocol):
     """Decides the verified lengths of a step. One instance lives on one rank; the others receive its result."""
 
+    def wants_draft(self, requests: Sequence[Hashable], max_lens: np.ndarray, other_rows: int = 0) -> bool:
+        """Whether a step is worth drafting for at all; asked before anything is drafted. Arguments as ``plan``."""
+        ...
+
     def plan(
         self, requests: Sequence[Hashable], c: np.ndarray | None, max_lens: np.ndarray, other_rows: int = 0
     ) -> Schedule:
@@ -58,7 +68,15 @@ class VerifyPolicy(Protocol):
         ...
 
 
-class StaticPolicy:
+class AlwaysDrafts:
+    """For policies that never save themselves the draft."""
+
+    def wants_draft(self, requests: Sequence[Hashable], max_lens: np.ndarray, other_rows: int = 0) -> bool:
+        """See :class:`VerifyPolicy`."""
+        return True
+
+
+class StaticPolicy(AlwaysDrafts):
     """Verify everything that may be verified.
 
     P2: the lengths are ``max_lens``, which was known before anything was drafted.
@@ -72,23 +90,27 @@ class StaticPolicy:
 
 
 class FixedPolicy:
-    """Verify the same number of drafts of every request; for measurements.
+    """Verify the same number of drafts of every request, or (``None``) draft nothing at all; for measurements.
 
     P2: the lengths are a constant, or ``max_lens``, which was known before anything was drafted.
     """
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int | None) -> None:
         self.length = length
+
+    def wants_draft(self, requests: Sequence[Hashable], max_lens: np.ndarray, other_rows: int = 0) -> bool:
+        """See :class:`VerifyPolicy`."""
+        return self.length is not None
 
     def plan(
         self, requests: Sequence[Hashable], c: np.ndarray | None, max_lens: np.ndarray, other_rows: int = 0
     ) -> Schedule:
         """See :class:`VerifyPolicy`."""
-        lens = np.minimum(max_lens, self.length)
+        lens = np.minimum(max_lens, self.length or 0)
         return _schedule(lens, None if c is None else survival(c), int(lens.sum()))
 
 
-class ThresholdPolicy:
+class ThresholdPolicy(AlwaysDrafts):
     """Verify the drafts before the first whose confidence is below a fixed threshold; for experiments.
 
     P2: x_k is verified iff c_1..c_k all reach the threshold, and c_k is a function of x_0..x_{k-1}.
@@ -108,7 +130,7 @@ class ThresholdPolicy:
         return _schedule(lens, survival(c), int(lens.sum()))
 
 
-class SyncPolicy:
+class SyncPolicy(AlwaysDrafts):
     """Algorithm 1: admit drafts of all requests by falling survival while Θ strictly rises, stop at the first that
     fails.
 
@@ -139,9 +161,9 @@ class SyncPolicy:
 class AsyncPolicy:
     """Production form (paper section 5.2): a budget from confidences two steps old, spent on the best current drafts.
 
-    The budget K is the argmax of Θ over all K, with the survivals these requests had ``lag`` steps ago (1 for
-    requests that had none): a search over the whole, jagged curve, ready before the current drafts exist. Then the K
-    best current drafts are verified.
+    The budget K is the argmax of Θ over all K, with the survivals these requests had ``lag`` steps ago (the running
+    mean for requests that had none, 1 before there is any): a search over the whole, jagged curve, ready before the
+    current drafts exist. Then the K best current drafts are verified.
 
     P2: K is a function of past steps only, thus a constant as far as the current drafts are concerned. For a constant
     K, taking the K best is admission in falling order of survival until K are taken, and by the argument of
@@ -155,25 +177,48 @@ class AsyncPolicy:
             raise ValueError(f"the budget must come from an earlier step: the lag must be at least 1, got {lag}")
         self.sps = sps
         self._past: deque[dict[Hashable, np.ndarray]] = deque(maxlen=lag)
+        self._usual: np.ndarray | None = None
+        self._skipped, self._patience = 0, FIRST_PATIENCE
+
+    def wants_draft(self, requests: Sequence[Hashable], max_lens: np.ndarray, other_rows: int = 0) -> bool:
+        """Whether drafting is expected to pay, by past survivals alone; now and then it is tried all the same.
+
+        P2: nothing of the current step is known yet, so a step without drafts is one whose lengths are 0 by a constant.
+        """
+        plain = self.sps.plain_steps_per_second(len(max_lens), other_rows)
+        if plain is None or self._usual is None:
+            return True
+        ranked, _ = _rank(self._known(requests, len(self._usual)), max_lens, MIN_SURVIVAL)
+        if _throughput(self.sps, len(max_lens), ranked, other_rows).max() > len(max_lens) * plain:
+            self._skipped, self._patience = 0, FIRST_PATIENCE
+            return True
+        self._skipped += 1
+        if self._skipped < self._patience:
+            return False
+        self._skipped, self._patience = 0, min(2 * self._patience, MAX_PATIENCE)
+        return True
 
     def plan(
         self, requests: Sequence[Hashable], c: np.ndarray | None, max_lens: np.ndarray, other_rows: int = 0
     ) -> Schedule:
         """See :class:`VerifyPolicy`. Every call is one step of the history."""
         a = survival(_required(c))
-        budget = self._budget(requests, a.shape[1], max_lens, other_rows)
+        known = self._known(requests, a.shape[1]) if len(self._past) == self._past.maxlen else np.ones_like(a)
+        ranked, _ = _rank(known, max_lens, MIN_SURVIVAL)
+        budget = int(_throughput(self.sps, len(max_lens), ranked, other_rows).argmax())
         self._past.append(dict(zip(requests, a, strict=True)))
+        if len(a):
+            mean = a.mean(axis=0)
+            self._usual = mean if self._usual is None else (1 - USUAL_SHARE) * self._usual + USUAL_SHARE * mean
         ranked, request = _rank(a, max_lens, MIN_SURVIVAL)
         lens = np.bincount(request[:budget], minlength=len(max_lens))
         return Schedule(lens, budget, float(len(max_lens) + ranked[:budget].sum()))
 
-    def _budget(self, requests: Sequence[Hashable], gamma: int, max_lens: np.ndarray, other_rows: int) -> int:
-        full = len(self._past) == self._past.maxlen
-        known = self._past[0] if full else {}
-        unknown = np.ones(gamma)
-        old = np.array([known.get(key, unknown) for key in requests]).reshape(len(requests), gamma)
-        ranked, _ = _rank(old, max_lens, MIN_SURVIVAL)
-        return int(_throughput(self.sps, len(max_lens), ranked, other_rows).argmax())
+    def _known(self, requests: Sequence[Hashable], gamma: int) -> np.ndarray:
+        """[R, γ] the survivals of the oldest remembered step; for requests that were not in it, what is usual, or 1."""
+        past = self._past[0] if self._past else {}
+        usual = np.ones(gamma) if self._usual is None else self._usual
+        return np.array([past.get(key, usual) for key in requests]).reshape(len(requests), gamma)
 
 
 def make_policy(mode: str, sps: SpsTable | None = None, threshold: float | None = None) -> VerifyPolicy:

@@ -23,6 +23,11 @@ class SpsTable(Protocol):
         """Steps a second [n] for steps of ``rows`` [n] rows in all, ``num_requests`` requests among them."""
         ...
 
+    def plain_steps_per_second(self, num_requests: int, other_rows: int) -> float | None:
+        """Steps a second of ``num_requests`` requests and ``other_rows`` more rows when nothing is drafted; ``None``
+        where that was not measured."""
+        ...
+
     def to_json(self) -> dict[str, Any]:
         """The table in its file form."""
         ...
@@ -46,6 +51,9 @@ class StaircaseTable:
         place = np.searchsorted(self.batch_tokens, rows, side="right") - 1
         return self.steps_per_sec[np.maximum(place, 0)]
 
+    def plain_steps_per_second(self, num_requests: int, other_rows: int) -> None:
+        """See :class:`SpsTable`: this form has no such measurement."""
+
     def to_json(self) -> dict[str, Any]:
         """See :class:`SpsTable`."""
         return {
@@ -58,7 +66,8 @@ class StaircaseTable:
 class AdditiveTable:
     """Seconds of a step = bias + α(requests) + θ(rows), each linear between probes and constant outside them.
 
-    All seconds at least 0. Raises ``ValueError`` otherwise, and where a step would take no time.
+    ``plain_seconds``, if measured: of steps without a draft, for the numbers of requests in ``bs_probes``. All seconds
+    at least 0. Raises ``ValueError`` otherwise, and where a step would take no time.
     """
 
     bias_seconds: float
@@ -66,10 +75,13 @@ class AdditiveTable:
     alpha_seconds: np.ndarray
     m_probes: np.ndarray
     theta_seconds: np.ndarray
+    plain_seconds: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         _check_curve("bs_probes", self.bs_probes, "alpha_seconds", self.alpha_seconds)
         _check_curve("m_probes", self.m_probes, "theta_seconds", self.theta_seconds)
+        if self.plain_seconds is not None:
+            _check_curve("bs_probes", self.bs_probes, "plain_seconds", self.plain_seconds, above=0.0)
         least = self.bias_seconds + self.alpha_seconds.min() + self.theta_seconds.min()
         if not (self.bias_seconds >= 0 and least > 0):
             raise ValueError(
@@ -85,6 +97,13 @@ class AdditiveTable:
         """See :class:`SpsTable`."""
         return 1.0 / self.step_seconds(num_requests, rows)
 
+    def plain_steps_per_second(self, num_requests: int, other_rows: int) -> float | None:
+        """See :class:`SpsTable`; rows of other requests cost what they cost in a step that drafts."""
+        if self.plain_seconds is None:
+            return None
+        extra = np.interp([num_requests, num_requests + other_rows], self.m_probes, self.theta_seconds)
+        return 1.0 / float(np.interp(num_requests, self.bs_probes, self.plain_seconds) + extra[1] - extra[0])
+
     def to_json(self) -> dict[str, Any]:
         """See :class:`SpsTable`."""
         return {
@@ -93,7 +112,7 @@ class AdditiveTable:
             "alpha_seconds": [float(x) for x in self.alpha_seconds],
             "m_probes": [int(x) for x in self.m_probes],
             "theta_seconds": [float(x) for x in self.theta_seconds],
-        }
+        } | ({} if self.plain_seconds is None else {"plain_seconds": [float(x) for x in self.plain_seconds]})
 
 
 ADDITIVE_KEYS = ("bias_seconds", "bs_probes", "alpha_seconds", "m_probes", "theta_seconds")
@@ -107,7 +126,8 @@ def table_from_json(data: dict[str, Any]) -> SpsTable:
     """
     if all(key in data for key in ADDITIVE_KEYS):
         curves = [_array(key, data[key]) for key in ADDITIVE_KEYS[1:]]
-        return AdditiveTable(float(data["bias_seconds"]), *curves)
+        plain = _array("plain_seconds", data["plain_seconds"]) if "plain_seconds" in data else None
+        return AdditiveTable(float(data["bias_seconds"]), *curves, plain)
     for tokens, speed in STAIRCASE_KEYS:
         if tokens in data and speed in data:
             return StaircaseTable(_array(tokens, data[tokens]), _array(speed, data[speed]))
@@ -141,11 +161,16 @@ def fit_staircase(rows: Sequence[int], seconds: Sequence[float]) -> StaircaseTab
 
 
 def fit_additive(
-    num_requests: Sequence[int], rows: Sequence[int], seconds: Sequence[float], bin_rows: int = 64
+    num_requests: Sequence[int],
+    rows: Sequence[int],
+    seconds: Sequence[float],
+    bin_rows: int = 64,
+    plain_seconds: Sequence[float] | None = None,
 ) -> AdditiveTable:
     """The additive form by least squares from timed steps of ``num_requests`` requests and ``rows`` rows.
 
     α has a knot at every number of requests that occurs, θ at the smallest number of rows in every ``bin_rows`` rows.
+    ``plain_seconds``: of steps without a draft, one for each number of requests that occurs, rising.
     Only the sum of bias, α and θ is measured; α and θ start at 0. Negative values that noise produces become 0.
     """
     rows, seconds = _samples(rows, seconds)
@@ -162,9 +187,9 @@ def fit_additive(
     fitted = np.linalg.lstsq(design, seconds, rcond=None)[0]
     fitted = np.maximum(fitted, 0.0)
     knots = len(bs_probes)
-    return AdditiveTable(
-        float(fitted[0]), bs_probes, np.append(0.0, fitted[1:knots]), m_probes, np.append(0.0, fitted[knots:])
-    )
+    plain = None if plain_seconds is None else np.asarray(plain_seconds, dtype=np.float64)
+    alphas, thetas = np.append(0.0, fitted[1:knots]), np.append(0.0, fitted[knots:])
+    return AdditiveTable(float(fitted[0]), bs_probes, alphas, m_probes, thetas, plain)
 
 
 def _hats(x: np.ndarray, probes: np.ndarray) -> np.ndarray:

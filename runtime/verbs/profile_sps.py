@@ -5,7 +5,7 @@ Examples:
   torchrun --nproc-per-node 2 -m dspark.runtime profile-sps --tp 2 --output sps.json --picture sps.png
 
 For growing numbers of requests, a fixed number of drafts is verified in every step, from none to all of a block; whole
-steps are timed, drafting included. The table is the JSON that --sps-table reads.
+steps are timed, drafting included, and once without a draft. The table is the JSON that --sps-table reads.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ NUM_WARM_STEPS = 2
 
 
 class Probe(NamedTuple):
-    """Median ``seconds`` of steps with ``num_requests`` requests and ``num_rows`` rows."""
+    """Median ``seconds`` of steps with ``num_requests`` requests and ``num_rows`` rows; ``drafted``: with a draft."""
 
     num_requests: int
     num_rows: int
     seconds: float
+    drafted: bool
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +75,7 @@ def measure(engine: Engine, max_running: int, gamma: int, num_steps: int) -> lis
     probes = []
     count = 1
     while count <= max_running:
-        budget = (gamma + 1) * (NUM_WARM_STEPS + num_steps) * (gamma + 2)
+        budget = (gamma + 1) * (NUM_WARM_STEPS + num_steps) * (gamma + 3)
         params = SamplingParams(max_new_tokens=budget, ignore_eos=True)
         ids = [f"probe {count} {i}" for i in range(count * num_dp)]
         for i, name in enumerate(ids):
@@ -83,14 +84,15 @@ def measure(engine: Engine, max_running: int, gamma: int, num_steps: int) -> lis
         ready: set[str] = set()
         while len(ready) < len(ids):
             ready |= {event.request_id for event in engine.step()}
-        for length in range(gamma + 1):
+        for length in (None, *range(gamma + 1)):
             engine.set_policy(FixedPolicy(length))
             seconds = []
             for _ in range(NUM_WARM_STEPS + num_steps):
                 start = time.perf_counter()
                 engine.step()
                 seconds.append(time.perf_counter() - start)
-            probes.append(Probe(count, count * (1 + length), float(np.median(seconds[NUM_WARM_STEPS:]))))
+            median = float(np.median(seconds[NUM_WARM_STEPS:]))
+            probes.append(Probe(count, count * (1 + (length or 0)), median, length is not None))
         for name in ids:
             engine.abort(name)
         count *= 2
@@ -99,20 +101,23 @@ def measure(engine: Engine, max_running: int, gamma: int, num_steps: int) -> lis
 
 def report(args: argparse.Namespace, probes: list[Probe], measured: dict[str, object]) -> None:
     """Write, print and draw what was measured."""
-    fitted = fit_additive(*zip(*probes), bin_rows=1)
+    drafted = [(p.num_requests, p.num_rows, p.seconds) for p in probes if p.drafted]
+    plain = [p.seconds for p in probes if not p.drafted]
+    fitted = fit_additive(*zip(*drafted), bin_rows=1, plain_seconds=plain)
     if args.output:
         save_table(args.output, fitted, measured)
     if args.json or not args.output:
         print(json.dumps(fitted.to_json() | {"measured": measured}))
     else:
         rows = [
-            [str(p.num_requests), str(p.num_rows), f"{1e3 * p.seconds:.2f}", f"{1 / p.seconds:.1f}"] for p in probes
+            [str(p.num_requests), str(p.num_rows), "yes" if p.drafted else "no", f"{1e3 * p.seconds:.2f}"]
+            for p in probes
         ]
-        print(table(["requests", "rows", "ms a step", "steps/s"], rows))
+        print(table(["requests", "rows", "draft", "ms a step"], rows))
     if args.picture:
         counts = sorted({probe.num_requests for probe in probes})
         curves = {
-            f"{count} requests": [(p.num_rows, 1 / p.seconds) for p in probes if p.num_requests == count]
+            f"{count} requests": [(p.num_rows, 1 / p.seconds) for p in probes if p.num_requests == count and p.drafted]
             for count in counts
         }
         save_lines(args.picture, "Steps a second against rows of a step", "rows", "steps/s", curves)
