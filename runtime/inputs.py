@@ -17,7 +17,7 @@ from .request import SAMPLING_FIELDS, Request, RequestOutput, SamplingParams, ch
 MAX_FILE_BYTES = 1 << 30
 MAX_REQUESTS = 1_000_000
 MAX_ID_CHARS = 256
-_REQUEST_KEYS = ("id", "prompt", "token_ids")
+_REQUEST_KEYS = ("id", "prompt", "token_ids", "domain")
 
 Encode = Callable[[str], tuple[int, ...]]
 """Text to prompt ids; raises ``ValueError`` where the checkpoint has no tokenizer."""
@@ -43,6 +43,8 @@ def requests_from_prompts(prompts: Sequence[str], base: SamplingParams, encode: 
 
 def requests_from_file(path: str | pathlib.Path, base: SamplingParams, encode: Encode) -> Inputs:
     """One request a line of a JSON-lines file: ``prompt`` or ``token_ids``, optionally ``id`` and sampling fields.
+
+    A ``domain`` is allowed and not read here: prompt sets carry it for whoever reports by domain.
 
     Without an ``id`` it is the number of the request, from 0. Fields a line does not give come from ``base``.
     Raises ``ValueError`` for a file that is too large or empty, ``OSError`` for one that cannot be opened.

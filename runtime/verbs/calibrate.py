@@ -87,6 +87,8 @@ def collect(session: Session, files: list[str], params: SamplingParams) -> Calib
         def prepare(path: str = path, number: int = number) -> None:
             nonlocal inputs
             read = requests_from_file(path, params, session.encode)
+            if read.refused:
+                raise ValueError(read.refused[0].error)
             named = [dataclasses.replace(r, request_id=f"{number}/{r.request_id}") for r in read.requests]
             inputs = admit(Inputs(tuple(named)), session.text, session.vocab_size, session.max_context)
 
