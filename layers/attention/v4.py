@@ -16,8 +16,8 @@ import torch
 
 from ...parallel.groups import Group
 from ..kernels import Kernels
+from ..kernels.projection import ProjectionSizes
 from ..linear import GroupedColumnParallelLinear, MergedLinear, Part, RowParallelLinear, divide, shard
-from ..norm import RMSNorm
 from ..params import Scope
 from ..probe import Probe
 from ..rope import RopeTable
@@ -56,8 +56,6 @@ class Indexer:
     """Chooses the compressed entries that each query of a CSA layer sees (the lightning indexer)."""
 
     def __init__(self, source: Scope, sizes: V4AttentionSizes, rope: RopeTable, kernels: Kernels) -> None:
-        self._heads = (sizes.index_num_heads, sizes.index_head_dim)
-        self._rope = kernels.bind("head_rope", rope=rope)
         self._pool = _bind_pool(source.scope("compressor"), sizes, rope, kernels, indexer=True)
         scale = (sizes.index_head_dim * sizes.index_num_heads) ** -0.5
         self._select = kernels.bind("select_entries", ratio=sizes.ratio, top_k=sizes.index_topk, scale=scale)
@@ -65,9 +63,10 @@ class Indexer:
     def __call__(
         self, q: torch.Tensor, weights: torch.Tensor, raw: torch.Tensor, cache: LayerCache, plan: AttentionPlan
     ) -> torch.Tensor:
-        """``q`` [T, heads * d_index], ``weights`` [T, heads]; chosen entries int64 [T, k], -1 where there are fewer."""
+        """Rotated ``q`` [T, heads, d_index], ``weights`` [T, heads]; chosen entries int64 [T, k], -1 where there are
+        fewer."""
         self._pool(raw, cache, plan)
-        return self._select(self._rope(q.unflatten(-1, self._heads), plan), weights, cache, plan)
+        return self._select(q, weights, cache, plan)
 
 
 def _bind_pool(source: Scope, sizes: V4AttentionSizes, rope: RopeTable, kernels: Kernels, indexer: bool):
@@ -91,23 +90,11 @@ class V4Attention:
     ) -> None:
         self.sizes, self._layer = sizes, layer
         self._num_heads = divide("number of attention heads", sizes.num_heads, group)
-        csa = sizes.kind == "csa"
-        merged = MergedLinear(source, self._input_parts(sizes), kernels)
-        columns = [sizes.q_lora_rank, sizes.head_dim, sizes.raw_width, sizes.index_num_heads if csa else 0]
-        self._in = kernels.bind("split_linear", weight=merged.weight, sizes=columns)
-        self._q_norm = RMSNorm(source, "q_norm", sizes.norm_eps, kernels)
-        q_parts = [shard("wq_b.weight", "query features", sizes.num_heads * sizes.head_dim, group)]
-        if csa:
-            q_parts.append(Part("indexer.wq_b.weight", 0, sizes.index_num_heads * sizes.index_head_dim))
-        merged = MergedLinear(source, q_parts, kernels)
-        self._q = kernels.bind("split_linear", weight=merged.weight, sizes=merged.sizes)
-        self._q_rope = kernels.bind("head_norm_rope", rope=rope, eps=sizes.norm_eps)
-        kv_norm = source.take("kv_norm.weight", dtype=torch.float32)
-        self._key = kernels.bind("key_norm_rope", weight=kv_norm, rope=rope, eps=sizes.norm_eps)
+        self._project = self._bind_project(source, rope, group, kernels)
         self._store = kernels.bind("store_rows")
         if sizes.kind != "sliding":
             self._pool = _bind_pool(source.scope("compressor"), sizes, rope, kernels, indexer=False)
-        if csa:
+        if sizes.kind == "csa":
             self._indexer = Indexer(source.scope("indexer"), sizes, rope, kernels)
         first = group.rank * self._num_heads
         sinks = source.take("attn_sink", start=first, stop=first + self._num_heads, dtype=torch.float32)
@@ -119,6 +106,31 @@ class V4Attention:
             source, "wo_a.weight", sizes.o_groups, sizes.o_lora_rank, group, kernels
         )
         self._out_b = RowParallelLinear(source, "wo_b.weight", sizes.o_groups * sizes.o_lora_rank, group, kernels)
+
+    def _bind_project(self, source: Scope, rope: RopeTable, group: Group, kernels: Kernels):
+        sizes = self.sizes
+        q_parts = [shard("wq_b.weight", "query features", sizes.num_heads * sizes.head_dim, group)]
+        index_num_heads = 0
+        if sizes.kind == "csa":
+            index_num_heads = sizes.index_num_heads
+            q_parts.append(Part("indexer.wq_b.weight", 0, index_num_heads * sizes.index_head_dim))
+        return kernels.bind(
+            "project",
+            weight_in=MergedLinear(source, self._input_parts(sizes), kernels).weight,
+            weight_q=MergedLinear(source, q_parts, kernels).weight,
+            latent_norm=source.take("q_norm.weight", dtype=torch.float32),
+            key_norm=source.take("kv_norm.weight", dtype=torch.float32),
+            sizes=ProjectionSizes(
+                sizes.q_lora_rank,
+                sizes.head_dim,
+                sizes.raw_width,
+                self._num_heads,
+                index_num_heads,
+                sizes.index_head_dim,
+            ),
+            rope=rope,
+            eps=sizes.norm_eps,
+        )
 
     @staticmethod
     def _input_parts(sizes: V4AttentionSizes) -> list[Part]:
@@ -142,17 +154,15 @@ class V4Attention:
         """The layer on normed rows ``x`` [T, D]; returns [T, D], summed over the group. Collective; yields once, while
         that sum is in flight. Reads the cache and then stores the step's rows in it."""
         sizes = self.sizes
-        latent, keys, raw, index_weights = self._in(x)
-        keys = plan.gather(self._key(keys, plan))
+        q, keys, raw, index_q, index_weights = self._project(x, plan)
+        keys = plan.gather(keys)
         raw = plan.gather(raw) if sizes.ratio else None
-        q, *index_q = self._q(self._q_norm(latent))
         selected = None
         if sizes.kind == "csa":
-            selected = self._indexer(*index_q, index_weights, raw, cache, plan)
+            selected = self._indexer(index_q, index_weights, raw, cache, plan)
             probe("selected", self._layer, selected)
         if sizes.ratio:
             self._pool(raw, cache, plan)
-        q = self._q_rope(q.unflatten(-1, (self._num_heads, sizes.head_dim)), plan)
         o = self._attend(q, keys, cache, selected, plan)
         self._store(keys, raw, cache, plan)
         o = self._out_a(o.flatten(1).unflatten(1, (self._out_a.num_groups, -1)))

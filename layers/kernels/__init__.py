@@ -18,8 +18,8 @@ import torch
 # operation -> the module of this package that holds its plain torch function
 TWINS = {
     "linear": "linear",
-    "split_linear": "linear",
     "grouped_linear": "linear",
+    "project": "projection",
     "rms_norm": "norm_rope",
     "head_norm_rope": "norm_rope",
     "head_rope": "norm_rope",
@@ -42,8 +42,8 @@ COMPILED = {
         "numba",
         {
             "linear": "cpu.linear",
-            "split_linear": "cpu.linear",
             "grouped_linear": "cpu.linear",
+            "project": "cpu.projection",
             "rms_norm": "cpu.norm_rope",
             "head_norm_rope": "cpu.norm_rope",
             "head_rope": "cpu.norm_rope",
@@ -65,7 +65,7 @@ COMPILED = {
 
 
 # operations whose compiled form may hand many rows to a library product
-ROW_COUNT_MATTERS = frozenset(("linear", "split_linear", "grouped_linear", "experts_forward"))
+ROW_COUNT_MATTERS = frozenset(("linear", "project", "grouped_linear", "experts_forward"))
 
 
 class Kernels:

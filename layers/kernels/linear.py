@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``x`` [T, in] times ``weight`` [in, out]; [T, out]."""
     return x @ weight
-
-
-def split_linear(x: torch.Tensor, weight: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    """``x`` [T, in] times ``weight`` [in, sum of ``sizes``], cut into one contiguous [T, size] for each of ``sizes``."""
-    return tuple(part.contiguous() for part in (x @ weight).split(list(sizes), dim=-1))
 
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -18,22 +18,6 @@ MAX_ROWS = 64
 @jit
 def _linear(x_at, weight, out):
     product(floats(x_at, (out.shape[0], weight.shape[0])), weight, out)
-
-
-@jit
-def _split_linear(x_at, weight, sizes, out):
-    """``out``: one [T, size] behind the other."""
-    num_in, num_out = weight.shape
-    num_rows = out.shape[0] // num_out
-    whole = np.empty((num_rows, num_out), np.float32)
-    product(floats(x_at, (num_rows, num_in)), weight, whole)
-    at, first = 0, 0
-    for size in sizes:
-        for i in range(num_rows):
-            for j in range(size):
-                out[at + j] = whole[i, first + j]
-            at += size
-        first += size
 
 
 @jit
@@ -61,29 +45,6 @@ def bind_linear(weight: torch.Tensor, row_by_row: bool = False) -> Callable[[tor
         return torch.from_numpy(out)
 
     return linear
-
-
-def bind_split_linear(
-    weight: torch.Tensor, sizes: Sequence[int], row_by_row: bool = False
-) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...]]:
-    """See :func:`..linear.split_linear`."""
-    packed, widths = weight.numpy(), np.array(sizes, np.int64)
-    ends = np.cumsum(widths).tolist()
-    parts = [(end - size, end, size) for end, size in zip(ends, sizes)]
-
-    def split_linear(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        num_rows = x.shape[0]
-        if num_rows > MAX_ROWS and not row_by_row:
-            return twin.split_linear(x, weight, sizes)
-        x = x.contiguous()
-        out = np.empty(num_rows * ends[-1], np.float32)
-        _split_linear(address(x), packed, widths, out)
-        return tuple(
-            torch.from_numpy(out[start * num_rows : end * num_rows].reshape(num_rows, size))
-            for start, end, size in parts
-        )
-
-    return split_linear
 
 
 def bind_grouped_linear(weight: torch.Tensor, row_by_row: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -24,7 +24,7 @@ def _make_tile(num_rows: int, num_vectors: int) -> Callable[..., None]:
     """Code for ``num_rows`` rows by ``num_vectors`` vectors of a product, all of whose sums stay in registers.
 
     For each k it reads ``num_vectors`` vectors of the weight's row k and, of each row, one number, which is spread over
-    a vector. It is written in the compiler's own language, since a loop over an array of sums would keep them in memory.
+    a vector. It is written in the compiler's language, since a loop over an array of sums would keep them in memory.
     """
 
     @intrinsic
@@ -71,8 +71,8 @@ def _make_tile(num_rows: int, num_vectors: int) -> Callable[..., None]:
     return tile
 
 
-# Few rows take wide tiles: about eight chains at a time hide the latency of a multiply-add.
-_tile_1_8, _tile_1_4, _tile_1_2, _tile_1_1 = (_make_tile(1, v) for v in (8, 4, 2, 1))
+# About eight chains at a time hide the latency of a multiply-add; one row, bound by memory, reads longer stretches.
+_tile_1_16, _tile_1_8, _tile_1_4, _tile_1_2, _tile_1_1 = (_make_tile(1, v) for v in (16, 8, 4, 2, 1))
 _tile_2_4, _tile_2_2, _tile_2_1 = (_make_tile(2, v) for v in (4, 2, 1))
 _tile_4_2, _tile_4_1 = (_make_tile(4, v) for v in (2, 1))
 _tile_6_2, _tile_6_1 = (_make_tile(6, v) for v in (2, 1))
@@ -102,6 +102,9 @@ def _tile(num_rows, left, x, x_stride, weight, weight_stride, out, out_stride, n
             return 2
         _tile_2_1(x, x_stride, weight, weight_stride, out, out_stride, num_in)
         return 1
+    if left >= 16:
+        _tile_1_16(x, x_stride, weight, weight_stride, out, out_stride, num_in)
+        return 16
     if left >= 8:
         _tile_1_8(x, x_stride, weight, weight_stride, out, out_stride, num_in)
         return 8

@@ -66,7 +66,7 @@ def _run_length(queries, i):
 
 @jit
 def _choose(scores, visible, best, chosen):
-    """The entries of the highest of ``visible`` scores, as many as there are ``chosen`` [k]; ``best`` [k] is scratch."""
+    """The entries of the highest of ``visible`` scores, as many as fit in ``chosen`` [k]; ``best`` [k] is scratch."""
     num_selected = chosen.shape[0]
     for t in range(visible):
         if t < num_selected:
@@ -138,24 +138,22 @@ def _softmax(logits, sink):
 
 
 @jit
-def _attend_row(q, seen, columns, low, num_window, first, num_entries, sinks, probs, mixed, out):
+def _attend_row(q, seen, columns, low, num_window, first, num_entries, sinks, probs, mixed, inverse, out):
     """One scaled query ``q`` [H, d] over two stretches of keys: ``num_window`` from ``low`` on, and ``num_entries``
-    from ``first`` on. ``probs`` [H, >= number of keys] and ``mixed`` [2 H, d] are scratch."""
+    from ``first`` on. ``probs`` [H, >= number of keys] ``mixed`` [2 H, d], ``inverse`` [H] are scratch."""
     (num_heads, d), most, num_probs = q.shape, columns.shape[1], probs.shape[1]
     q_at, probs_at, entry_probs_at = spot(q, 0, 0), spot(probs, 0, 0), spot(probs, 0, num_window)
     low_at, first_at = spot(columns, 0, low), spot(columns, 0, first)
     part_product(q_at, d, low_at, most, probs_at, num_probs, num_heads, d, num_window)
     part_product(q_at, d, first_at, most, entry_probs_at, num_probs, num_heads, d, num_entries)
     for h in range(num_heads):
-        inverse = _softmax(probs[h, : num_window + num_entries], sinks[h])
-        for j in range(d):
-            q[h, j] = inverse
+        inverse[h] = _softmax(probs[h, : num_window + num_entries], sinks[h])
     low_at, first_at = spot(seen, low, 0), spot(seen, first, 0)
     part_product(probs_at, num_probs, low_at, d, spot(mixed, 0, 0), d, num_heads, num_window, d)
     part_product(entry_probs_at, num_probs, first_at, d, spot(mixed, num_heads, 0), d, num_heads, num_entries, d)
     for h in range(num_heads):
         for j in range(d):
-            out[h, j] = (mixed[h, j] + mixed[num_heads + h, j]) * q[h, j]
+            out[h, j] = (mixed[h, j] + mixed[num_heads + h, j]) * inverse[h]
 
 
 @jit
@@ -188,7 +186,7 @@ def _attend(
     # Keys of a run: those of its windows in order of positions, and from ``first_entry`` on entries.
     seen, columns = np.empty((most, d), np.float32), np.empty((d, most), np.float32)
     probs, mixed = np.empty((num_heads, most), np.float32), np.empty((2 * num_heads, d), np.float32)
-    scaled = np.empty((num_heads, d), np.float32)
+    scaled, inverse = np.empty((num_heads, d), np.float32), np.empty(num_heads, np.float32)
     i = 0
     while i < num_rows:
         run, p, slot, start, at = _run_length(queries, i), queries[0, i], queries[1, i], queries[2, i], queries[4, i]
@@ -215,7 +213,9 @@ def _attend(
             for h in range(num_heads):
                 for j in range(d):
                     scaled[h, j] = q[r, h, j] * scale
-            _attend_row(scaled, seen, columns, low, num_window, first_entry, num_entries, sinks, probs, mixed, out[r])
+            _attend_row(
+                scaled, seen, columns, low, num_window, first_entry, num_entries, sinks, probs, mixed, inverse, out[r]
+            )
             for h in range(num_heads):
                 rotate_tail(out[r, h], cos[p], minus_sin[p])
         i += run
