@@ -12,6 +12,7 @@ used in every layer's pool, so one table serves all layers.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,13 +28,15 @@ class CacheLayout:
     """Sizes of the cache of a stack of attention layers.
 
     ``max_verify``: rows of the widest step that may be rolled back (1 without a draft). ``spare_rows`` is added to
-    every ring; it exists so that a test can make rings too small.
+    every ring; it exists so that a test can make rings too small. ``model_ratios``: the compression ratios of the whole
+    model, where these are the layers of one pipeline stage: all stages must count pages alike.
     """
 
     layers: tuple[V4AttentionSizes, ...]
     max_verify: int
     itemsize: int
     spare_rows: int = 0
+    model_ratios: tuple[int, ...] | None = None
 
     @property
     def ratios(self) -> tuple[int, ...]:
@@ -41,9 +44,14 @@ class CacheLayout:
         return tuple(sorted({sizes.ratio for sizes in self.layers if sizes.ratio}))
 
     @property
+    def page_ratios(self) -> tuple[int, ...]:
+        """The compression ratios that pages are made for."""
+        return self.ratios if self.model_ratios is None else self.model_ratios
+
+    @property
     def page_tokens(self) -> int:
-        """Tokens of a page: a multiple of every ratio, so that no window straddles pages."""
-        unit = math.lcm(*self.ratios) if self.ratios else MIN_PAGE_TOKENS
+        """Tokens of a page: a multiple of every ratio of the model, so that no window straddles pages."""
+        unit = math.lcm(*self.page_ratios) if self.page_ratios else MIN_PAGE_TOKENS
         return unit * -(-MIN_PAGE_TOKENS // unit)
 
     def window_rows(self, sizes: V4AttentionSizes) -> int:
@@ -53,6 +61,13 @@ class CacheLayout:
     def raw_rows(self, sizes: V4AttentionSizes) -> int:
         """Ring rows of the compressor inputs; 0 for kinds without a compressor."""
         return sizes.raw_span + self.max_verify + self.spare_rows if sizes.raw_span else 0
+
+    def resume_rows(self, sizes: V4AttentionSizes) -> tuple[int, int]:
+        """Ring rows of the sliding keys and of the compressor inputs that a request going on at a page boundary reads.
+
+        No window is open there; an entry that overlaps the window before it reads that one's rows.
+        """
+        return sizes.window, max(sizes.raw_span - sizes.ratio, 0)
 
     def entry_width(self, sizes: V4AttentionSizes) -> int:
         """Numbers stored per compressed entry."""
@@ -76,16 +91,25 @@ class CacheLayout:
         """Bytes of one page over all layers."""
         return round(self.bytes_per_token * self.page_tokens)
 
+    @property
+    def bytes_per_snapshot(self) -> int:
+        """Bytes of the ring rows that are saved at a page boundary."""
+        numbers = 0
+        for sizes in self.layers:
+            window, raw = self.resume_rows(sizes)
+            numbers += window * sizes.head_dim + raw * sizes.raw_width
+        return numbers * self.itemsize
+
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold ``num_tokens`` tokens of one request; none if nothing is compressed."""
-        return -(-num_tokens // self.page_tokens) if self.ratios else 0
+        return -(-num_tokens // self.page_tokens) if self.page_ratios else 0
 
 
 class Cache:
     """Buffers of all layers, the page table, and which slots and pages are free.
 
-    A request holds one slot from :meth:`acquire` to :meth:`release`, and pages from :meth:`reserve`. Memory of pools is
-    touched page by page, so on the CPU it grows with use.
+    A request holds one slot from :meth:`acquire` to :meth:`release`, and pages from :meth:`reserve` and :meth:`share`.
+    A page is free when nobody holds it. Memory of pools is touched page by page, so on the CPU it grows with use.
     """
 
     def __init__(
@@ -102,7 +126,9 @@ class Cache:
         pages_per_slot = max(layout.pages_for(max_context), 1)
         self.page_table = torch.zeros((num_slots, pages_per_slot), dtype=torch.int32, device=device)
         self._free_slots = list(range(num_slots - 1, -1, -1))
+        self.num_pages = num_pages
         self._free_pages = list(range(num_pages - 1, -1, -1))
+        self._holders = [0] * num_pages
         self._pages: dict[int, list[int]] = {}
 
     def _layer(
@@ -136,8 +162,8 @@ class Cache:
 
     @property
     def bytes_in_use(self) -> int:
-        """Bytes of the slots and pages that requests hold."""
-        num_pages = sum(len(pages) for pages in self._pages.values())
+        """Bytes of the slots and pages that are held."""
+        num_pages = self.num_pages - len(self._free_pages)
         return len(self._pages) * self.layout.bytes_per_slot + num_pages * self.layout.bytes_per_page
 
     def acquire(self) -> int:
@@ -146,22 +172,64 @@ class Cache:
         self._pages[slot] = []
         return slot
 
+    def num_missing(self, slot: int, num_tokens: int) -> int:
+        """Pages that ``slot`` lacks for its first ``num_tokens`` tokens."""
+        return max(self.layout.pages_for(num_tokens) - len(self._pages[slot]), 0)
+
     def reserve(self, slot: int, num_tokens: int) -> bool:
         """Give ``slot`` pages for its first ``num_tokens`` tokens; False, changing nothing, if there are too few."""
-        held = self._pages[slot]
-        missing = self.layout.pages_for(num_tokens) - len(held)
-        if missing <= 0:
-            return True
+        missing = self.num_missing(slot, num_tokens)
         if missing > len(self._free_pages):
             return False
-        fresh = [self._free_pages.pop() for _ in range(missing)]
-        self.page_table[slot, len(held) : len(held) + missing] = torch.tensor(
-            fresh, dtype=torch.int32, device=self.page_table.device
-        )
-        held += fresh
+        if missing:
+            self.share(slot, [self._free_pages.pop() for _ in range(missing)])
         return True
 
+    def share(self, slot: int, pages: list[int]) -> None:
+        """Append ``pages``, which others may hold too, to those of ``slot``. Shared pages must be full."""
+        held = self._pages[slot]
+        self.page_table[slot, len(held) : len(held) + len(pages)] = torch.tensor(
+            pages, dtype=torch.int32, device=self.page_table.device
+        )
+        held += pages
+        for page in pages:
+            self.hold(page)
+
+    def page(self, slot: int, index: int) -> int:
+        """The page of ``slot`` that holds its tokens from ``index * page_tokens`` on."""
+        return self._pages[slot][index]
+
+    def hold(self, page: int) -> None:
+        """Keep ``page`` from becoming free until :meth:`drop`."""
+        self._holders[page] += 1
+
+    def drop(self, page: int) -> None:
+        """Undo one :meth:`hold`; contents need no clearing."""
+        self._holders[page] -= 1
+        assert self._holders[page] >= 0, f"page {page} was dropped more often than held"
+        if not self._holders[page]:
+            self._free_pages.append(page)
+
     def release(self, slot: int) -> None:
-        """Take back a slot and its pages; their contents need no clearing."""
-        self._free_pages += reversed(self._pages.pop(slot))
+        """Take back a slot and its pages."""
+        for page in reversed(self._pages.pop(slot)):
+            self.drop(page)
         self._free_slots.append(slot)
+
+
+def pages_within(layouts: Sequence[CacheLayout], num_slots: int, num_snapshots: int, num_bytes: int) -> int:
+    """Pages of a cache of ``num_bytes`` on every stage of a pipeline, beside the rings of ``num_slots`` requests and
+    ``num_snapshots`` saved ones.
+
+    All stages have as many, so the one with the largest decides. Raises ``ValueError`` if there is not even one.
+    """
+    rings = [num_slots * layout.bytes_per_slot + num_snapshots * layout.bytes_per_snapshot for layout in layouts]
+    sizes = [(taken, layout.bytes_per_page) for taken, layout in zip(rings, layouts) if layout.bytes_per_page]
+    num_pages = min(((num_bytes - taken) // page for taken, page in sizes), default=0)
+    if sizes and num_pages < 1:
+        least = max(taken + page for taken, page in sizes)
+        raise ValueError(
+            f"--cache-bytes is {num_bytes}, but one page and the rings of {num_slots} requests (and {num_snapshots} "
+            f"saved ones) take {least} bytes a rank; give at least that, or lower --max-running"
+        )
+    return num_pages

@@ -12,6 +12,7 @@ DTYPES = ("auto", "float32", "bfloat16")
 VERIFY_MODES = ("static", "sync", "async")
 CP_SPLITS = ("interleave", "zigzag")
 CP_DECODES = ("split", "replicate")
+ADMISSIONS = ("worst_case", "optimistic")
 OVERLAP_MODES = ("none", "tbo", "sbo")
 DISPATCHERS = ("standard", "normal", "low_latency", "auto")
 DISPATCH_BACKENDS = ("auto", "torch", "deep_ep")
@@ -26,6 +27,10 @@ class EngineConfig:
     ``model`` is a checkpoint folder (``None``: the bundled one). ``chunk_size`` counts prefill tokens a step and DP
     rank, ``max_running`` requests in flight, ``max_context`` tokens of prompt and continuation together (``None``:
     the model's own limit). ``dtype`` is the dtype of activations and unquantised weights.
+
+    The cache of a DP rank has ``cache_pages`` pages, or what fits into ``cache_bytes`` a rank, or enough for
+    ``max_running`` requests of ``max_context`` tokens. ``prefix_cache`` keeps up to ``prefix_pages`` pages (``None``:
+    ``max_running``) of finished prefixes for requests that begin alike.
     """
 
     model: str | None = None
@@ -34,6 +39,11 @@ class EngineConfig:
     chunk_size: int = 512
     max_running: int = 64
     max_context: int | None = None
+    admission: str = "worst_case"
+    cache_pages: int | None = None
+    cache_bytes: int | None = None
+    prefix_cache: bool = False
+    prefix_pages: int | None = None
     seed: int = 0
     deterministic: bool = False
     draft: str = "auto"
@@ -49,6 +59,13 @@ class EngineConfig:
     dispatcher: str = "standard"
     dispatch_backend: str = "auto"
 
+    @property
+    def num_snapshots(self) -> int:
+        """Pages of prefixes that are kept, each with a copy of the rings at its end."""
+        if not self.prefix_cache:
+            return 0
+        return self.max_running if self.prefix_pages is None else self.prefix_pages
+
     def validate(self) -> EngineConfig:
         """Return ``self``; raise ``ValueError`` naming the first option out of range, its value and the range."""
         for name, allowed in (
@@ -57,6 +74,7 @@ class EngineConfig:
             ("verify", VERIFY_MODES),
             ("cp_split", CP_SPLITS),
             ("cp_decode", CP_DECODES),
+            ("admission", ADMISSIONS),
             ("overlap", OVERLAP_MODES),
             ("dispatcher", DISPATCHERS),
             ("dispatch_backend", DISPATCH_BACKENDS),
@@ -68,14 +86,21 @@ class EngineConfig:
             ("max_running", 1, MAX_RUNNING),
             ("max_context", 2, None),
             ("gamma", 1, None),
+            ("cache_pages", 1, None),
+            ("cache_bytes", 1, None),
+            ("prefix_pages", 1, None),
             ("seed", 0, (1 << 63) - 1),
         ):
             value = getattr(self, name)
-            if value is None and name in ("max_context", "gamma"):
+            if value is None and getattr(EngineConfig, name) is None:
                 continue
             if type(value) is not int or value < low or (high is not None and value > high):
                 upper = "" if high is None else f" to {high}"
                 raise ValueError(f"{_flag(name)} is {value!r}; allowed: an integer from {low}{upper}")
+        if self.cache_pages is not None and self.cache_bytes is not None:
+            raise ValueError("--cache-pages and --cache-bytes both size the cache; give one of them")
+        if self.prefix_pages is not None and not self.prefix_cache:
+            raise ValueError(f"--prefix-pages {self.prefix_pages} keeps nothing without --prefix-cache")
         return self
 
 

@@ -77,7 +77,7 @@ def sibling(engine: Engine, model: DeepseekV4 | None = None, **changes: object) 
     config = dataclasses.replace(engine.config, **changes)
     model = engine.model if model is None else model
     layout, device = engine.cache.layout, engine.cache.page_table.device
-    cache = make_cache(model.config, config, device, layout.max_verify)
+    cache = make_cache(model.config, config, device, layout.max_verify, engine.groups.pp)
     return Engine(model, engine.drafter, cache, engine.groups, config)
 
 

@@ -81,7 +81,7 @@ def count(
     max_context = min(num_tokens + 2, config.max_position_embeddings)
     model = DeepseekV4(config, RandomWeights(config, seed=0), groups, Kernels("torch"), max_context, device)
     options = EngineConfig(dtype="float32", max_running=num_requests, max_context=max_context)
-    cache = make_cache(config, options, device, layers=model.layers)
+    cache = make_cache(config, options, device, pipeline=groups.pp)
     slots = [cache.acquire() for _ in range(num_requests)]
     for slot in slots:
         cache.reserve(slot, max_context)

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from ...parallel.topology import Topology
-from ..engine_config import DEVICES, DTYPES, VERIFY_MODES, EngineConfig
+from ..engine_config import ADMISSIONS, DEVICES, DTYPES, VERIFY_MODES, EngineConfig
 from ..progress import shown
 from ..session import Session
 from .layout import add_layout_flags, topology_from_args
@@ -19,6 +19,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Add the layout, engine and speculation flags, with other engines' names as aliases."""
     add_layout_flags(parser)
     _add_engine_flags(parser)
+    add_cache_flags(parser)
     _add_speculation_flags(parser)
 
 
@@ -46,6 +47,35 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--seed", type=int, default=_DEFAULT.seed, metavar="N", help="of sampling (default 0)")
     group.add_argument("--deterministic", action="store_true", help="results do not depend on batch composition")
+
+
+def add_cache_flags(parser: argparse.ArgumentParser) -> None:
+    """Add how large the cache is, who is admitted to it, and whether it keeps prefixes."""
+    group = parser.add_argument_group("cache")
+    group.add_argument(
+        "--cache-pages", type=int, metavar="N", help="pages of a DP rank (default: --max-running full contexts)"
+    )
+    group.add_argument(
+        "--cache-bytes", type=num_bytes, metavar="N", help="the same in bytes a rank, e.g. 512M, with the rings"
+    )
+    group.add_argument(
+        "--admission",
+        choices=ADMISSIONS,
+        default=_DEFAULT.admission,
+        help="admit requests when all they may need is free (default), or on what they are likely to need",
+    )
+    group.add_argument("--prefix-cache", action="store_true", help="keep prefixes for requests that begin alike")
+    group.add_argument(
+        "--prefix-pages", type=int, metavar="N", help="most pages of prefixes kept (default: --max-running)"
+    )
+
+
+def num_bytes(text: str) -> int:
+    """An argument that is a number of bytes, with K, M or G for powers of 1024."""
+    digits, unit = (text[:-1], text[-1]) if text[-1:] in ("K", "M", "G") else (text, "")
+    if not digits.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes; examples: 1048576, 512M, 2G")
+    return int(digits) * {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}[unit]
 
 
 def add_chunk_size(parser: argparse.ArgumentParser) -> None:
