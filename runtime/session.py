@@ -12,6 +12,7 @@ from ..parallel.launch import Process, detect, init
 from ..parallel.topology import Topology
 from .checkpoint import bundled_model
 from .detokenize import TextTracker
+from .draft import own_draft
 from .drive import drive
 from .engine import Engine
 from .engine_config import EngineConfig, check_supported, resolve
@@ -65,7 +66,7 @@ class Session:
             model_dir=str(folder),
             device_type=process.device.type,
             max_positions=model.max_position_embeddings,
-            own_draft="none" if model.dspark is None else "dspark",
+            own_draft=own_draft(model),
         )
         is_first = process.rank == 0
         tokenizer = Tokenizer.load(folder, model.bos_token_id) if (folder / "tokenizer.json").is_file() else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 
+from ..model_config import ModelConfig
 from .base import Drafter as Drafter
 from .base import DraftRequests as DraftRequests
 
@@ -15,7 +16,15 @@ from .base import DraftRequests as DraftRequests
 DRAFTERS: dict[str, str] = {
     "none": "none:NoDraft",
     "dspark": "dspark:DSparkDrafter",
+    "mtp": "mtp:MTPDrafter",
 }
+
+
+def own_draft(config: ModelConfig) -> str:
+    """The name of the draft that a checkpoint brings with it; "none" if it has none."""
+    if config.dspark is not None:
+        return "dspark"
+    return "mtp" if config.num_nextn_predict_layers == 1 else "none"
 
 
 def drafter_class(name: str) -> type[Drafter]:

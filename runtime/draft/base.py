@@ -5,18 +5,19 @@ Legend: R requests, γ drafts a block, T rows of a target step, V vocabulary.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from ...layers.attention.plan import AttentionPlan
 from ...layers.draft_heads_host import HostDraftBlock
 from ...layers.kernels import Kernels
 from ...layers.params import ParamSource
 from ...parallel.groups import Groups
+from ..cache import Cache
 from ..model_config import ModelConfig
-from ..models.deepseek_v4 import DeepseekV4
+from ..models.deepseek_v4 import DeepseekV4, TapKind
+from ..step import Step
 
 
 class DraftRequests(NamedTuple):
@@ -42,7 +43,8 @@ class DraftNoise(NamedTuple):
 
 
 class DraftRoom(NamedTuple):
-    """How much a draft must be able to hold: requests, tokens of one request, and rows of the widest verify step."""
+    """How much a draft must be able to hold: requests, tokens of one request, and rows that may be stored and taken
+    back before the rows of a window before them are read: those of two blocks."""
 
     num_slots: int
     max_context: int
@@ -53,6 +55,7 @@ class DraftElsewhere(NamedTuple):
     """The draft as an earlier pipeline stage knows it: it lives on the last stage, and its blocks are this long."""
 
     gamma: int
+    caches: tuple[Cache, ...] = ()
 
 
 class Drafter(Protocol):
@@ -65,6 +68,12 @@ class Drafter(Protocol):
     gamma: int
     """Tokens of a block; 0 for a draft that proposes nothing."""
 
+    caches: tuple[Cache, ...]
+    """The rings by slot and position that hold all it knows of a request; restored where a prefix is reused."""
+
+    tap_kind: ClassVar[TapKind]
+    """What it reads of the layers that :meth:`tap_layers` names."""
+
     @classmethod
     def tap_layers(cls, config: ModelConfig) -> tuple[int, ...]:
         """The target layers whose output this draft reads; ``ValueError`` if the checkpoint has no such draft."""
@@ -72,7 +81,17 @@ class Drafter(Protocol):
 
     @classmethod
     def max_gamma(cls, config: ModelConfig) -> int:
-        """The longest block this draft can propose: the one it was trained with."""
+        """The longest block this draft can propose."""
+        ...
+
+    @classmethod
+    def default_gamma(cls, config: ModelConfig) -> int:
+        """The block it proposes unless the user says."""
+        ...
+
+    @classmethod
+    def has_confidence(cls, config: ModelConfig) -> bool:
+        """Whether its blocks come with confidences, which verification may be trimmed by."""
         ...
 
     @classmethod
@@ -86,11 +105,11 @@ class Drafter(Protocol):
         room: DraftRoom,
         gamma: int | None,
     ) -> Drafter:
-        """Build the draft. ``gamma`` None is the trained block size; ``ValueError`` if it is larger than that."""
+        """Build the draft. ``gamma`` None is the default; ``ValueError`` if it is above :meth:`max_gamma`."""
         ...
 
-    def observe(self, taps: torch.Tensor, plan: AttentionPlan) -> None:
-        """Take in a target step's ``taps`` [T, ...], rows as in ``plan``; rejected rows do no harm. Collective."""
+    def observe(self, taps: torch.Tensor, step: Step) -> None:
+        """Take in the ``taps`` [T, ...] of a target ``step``; rejected rows do no harm. Collective."""
         ...
 
     def propose(self, requests: DraftRequests, noise: DraftNoise | None) -> HostDraftBlock | None:

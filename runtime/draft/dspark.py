@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ...comm.dp_attention import TokenExchange, choose_padding
-from ...layers.attention.plan import AttentionPlan, build_plan
+from ...layers.attention.plan import build_plan
 from ...layers.draft_heads import load_confidence_head, load_markov_head
 from ...layers.draft_heads_host import HostDraftBlock, HostHeads
 from ...layers.hyper_connection import HyperHead
@@ -28,12 +28,15 @@ from ...layers.probe import ignore
 from ...parallel.groups import Groups
 from ..cache import Cache, CacheLayout
 from ..model_config import DSparkConfig, ModelConfig
-from ..models.deepseek_v4 import Block, DeepseekV4, draft_stage_sizes, drain, hyper_sizes, rope_table
+from ..models.deepseek_v4 import Block, DeepseekV4, TapKind, draft_stage_sizes, drain, hyper_sizes, rope_table
+from ..step import Step
 from .base import DraftNoise, DraftRequests, DraftRoom
 
 
 class DSparkDrafter:
     """See :class:`.base.Drafter`."""
+
+    tap_kind: TapKind = "mean"
 
     def __init__(
         self,
@@ -56,6 +59,7 @@ class DSparkDrafter:
         self._blocks = [Block(scope, *size, rope, groups, kernels, stage) for stage, (scope, size) in blocks]
         layout = CacheLayout(tuple(attention for attention, _, _ in sizes), room.max_verify, dtype.itemsize)
         self._cache = Cache(layout, room.num_slots, 0, 0, device, dtype)
+        self.caches = (self._cache,)
         self._main_proj = MergedLinear(stages[0], [Part("main_proj.weight", 0, config.hidden_size)], kernels)
         self._main_norm = RMSNorm(stages[0], "main_norm", config.rms_norm_eps, kernels)
         self._context = [MergedLinear(s, [Part("attn.wkv.weight", 0, config.head_dim)], kernels) for s in stages]
@@ -89,8 +93,18 @@ class DSparkDrafter:
 
     @classmethod
     def max_gamma(cls, config: ModelConfig) -> int:
-        """See :meth:`.base.Drafter.max_gamma`."""
+        """See :meth:`.base.Drafter.max_gamma`: the block it was trained with."""
         return config.dspark.block_size
+
+    @classmethod
+    def default_gamma(cls, config: ModelConfig) -> int:
+        """See :meth:`.base.Drafter.default_gamma`: the longest."""
+        return cls.max_gamma(config)
+
+    @classmethod
+    def has_confidence(cls, config: ModelConfig) -> bool:
+        """See :meth:`.base.Drafter.has_confidence`."""
+        return config.dspark.enable_confidence_head
 
     @classmethod
     def load(
@@ -109,9 +123,9 @@ class DSparkDrafter:
             raise ValueError(f"--gamma is {gamma}, but the draft was trained for blocks of 1 to {trained} tokens")
         return cls(config, config.dspark, source, target, groups, kernels, room, trained if gamma is None else gamma)
 
-    def observe(self, taps: torch.Tensor, plan: AttentionPlan) -> None:
+    def observe(self, taps: torch.Tensor, step: Step) -> None:
         """See :meth:`.base.Drafter.observe`."""
-        context, plan = self._main_norm(self._main_proj(plan.gather(taps))), plan.of_keys()
+        context, plan = self._main_norm(self._main_proj(step.plan.gather(taps))), step.plan.of_keys()
         for project, key, cache in zip(self._context, self._keys, self._cache.layers):
             self._store(key(project(context), plan), None, cache, plan)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from ...layers.attention.plan import AttentionPlan
 from ...layers.draft_heads_host import HostDraftBlock
 from ...layers.kernels import Kernels
 from ...layers.params import ParamSource
 from ...parallel.groups import Groups
 from ..model_config import ModelConfig
-from ..models.deepseek_v4 import DeepseekV4
+from ..models.deepseek_v4 import DeepseekV4, TapKind
+from ..step import Step
 from .base import DraftNoise, DraftRequests, DraftRoom
 
 
@@ -18,6 +18,8 @@ class NoDraft:
     """See :class:`.base.Drafter`."""
 
     gamma = 0
+    caches = ()
+    tap_kind: TapKind = "mean"
 
     @classmethod
     def tap_layers(cls, config: ModelConfig) -> tuple[int, ...]:
@@ -28,6 +30,16 @@ class NoDraft:
     def max_gamma(cls, config: ModelConfig) -> int:
         """0."""
         return 0
+
+    @classmethod
+    def default_gamma(cls, config: ModelConfig) -> int:
+        """0."""
+        return 0
+
+    @classmethod
+    def has_confidence(cls, config: ModelConfig) -> bool:
+        """There is nothing to be confident of."""
+        return False
 
     @classmethod
     def load(
@@ -45,7 +57,7 @@ class NoDraft:
             raise ValueError(f"--gamma is {gamma}, but there is no draft; choose a draft or leave --gamma out")
         return cls()
 
-    def observe(self, taps: torch.Tensor, plan: AttentionPlan) -> None:
+    def observe(self, taps: torch.Tensor, step: Step) -> None:
         """Nothing to learn."""
 
     def propose(self, requests: DraftRequests, noise: DraftNoise | None) -> HostDraftBlock | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -30,6 +30,9 @@ from ..model_config import ModelConfig, RopeConfig
 from ..step import Step
 
 T = TypeVar("T")
+
+TapKind = Literal["mean", "streams"]
+"""What is tapped of a layer's output: the mean of its n streams, or all of them."""
 
 
 def attention_sizes(config: ModelConfig, layer: int) -> V4AttentionSizes:
@@ -142,15 +145,15 @@ class Block:
 
 
 class ModelOutput(NamedTuple):
-    """``logits`` float32 [N, V], equal on every rank of the attention block. ``taps`` [T, len(ids) * D]: the mean of
-    the streams after each tapped layer, side by side."""
+    """``logits`` float32 [N, V], equal on every rank of the attention block. ``taps`` [T, width]: the mean of the
+    streams after each tapped layer side by side, or all n streams of each, n D wide."""
 
     logits: torch.Tensor
     taps: torch.Tensor
 
 
 class Activations(NamedTuple):
-    """What one pipeline stage hands to the next: ``streams`` [T, n, D] and ``taps`` [T, layers tapped so far * D]."""
+    """What one pipeline stage hands to the next: ``streams`` [T, n, D] and ``taps`` [T, ...] of the layers so far."""
 
     streams: torch.Tensor
     taps: torch.Tensor
@@ -163,8 +166,8 @@ class Activations(NamedTuple):
 class DeepseekV4:
     """The model on this rank: the layers of its pipeline stage.
 
-    ``tap_layers``: layers whose stream means a draft wants to see. The first stage embeds, the last has the head; with
-    ``tap_layers`` the last embeds too, for the draft.
+    ``tap_layers``: layers whose output a draft wants to see, as ``tap_kind`` says. The first stage embeds, the last has
+    the head; with ``tap_layers`` the last embeds too, for the draft.
     """
 
     def __init__(
@@ -177,8 +180,9 @@ class DeepseekV4:
         device: torch.device,
         tap_layers: tuple[int, ...] = (),
         dtype: torch.dtype = torch.float32,
+        tap_kind: TapKind = "mean",
     ) -> None:
-        self.config, self._groups, self._tap_layers = config, groups, tap_layers
+        self.config, self._groups, self._tap_layers, self._tap_kind = config, groups, tap_layers, tap_kind
         self.layers = stage_layers(config.num_layers, groups.pp.size)[groups.pp.rank]
         self._dtype = dtype
         self.is_first, self.is_last = groups.pp.rank == 0, groups.pp.rank == groups.pp.size - 1
@@ -214,7 +218,8 @@ class DeepseekV4:
 
     def packed_width(self) -> int:
         """Columns of what the stage before packs."""
-        return (self.config.hc_mult + self.num_taps_before) * self.config.hidden_size
+        streams_per_tap = self.config.hc_mult if self._tap_kind == "streams" else 1
+        return (self.config.hc_mult + self.num_taps_before * streams_per_tap) * self.config.hidden_size
 
     def begin(self, step: Step) -> Activations:
         """The activations before the first layer, on the first stage. Collective over attn_tp."""
@@ -230,7 +235,7 @@ class DeepseekV4:
         for layer, block, layer_cache in zip(self.layers, self._blocks, cache.layers):
             streams = yield from block.stages(streams, ids, layer_cache, step.plan, exchange, probe)
             if layer in self._tap_layers:
-                taps.append(streams.mean(dim=1))
+                taps.append(streams.mean(dim=1) if self._tap_kind == "mean" else streams.flatten(1))
         return Activations(streams, torch.cat(taps, dim=1) if len(taps) > 1 else taps[0])
 
     def finish(self, step: Step, last: Activations, probe: Probe = ignore) -> ModelOutput:
