@@ -15,8 +15,8 @@ from numba.extending import intrinsic
 COMMON = {"cache": True, "nogil": True, "error_model": "numpy"}
 # Reassociation lets sums use vector registers; NaN and infinity keep their meaning.
 jit = numba.njit(**COMMON, fastmath={"reassoc", "contract", "nsz"})
-# Every operation as written: where the order of a sum, or the rounding of a difference, is the point. It has to be said:
-# a function that says nothing is compiled in the way of whoever calls it first.
+# Every operation as written: where the order of a sum, or the rounding of a difference, is the point. It has to be
+# said: a function that says nothing is compiled in the way of whoever calls it first.
 strict = numba.njit(**COMMON, fastmath=False)
 
 
