@@ -17,14 +17,18 @@ import torch
 
 from ..layers.draft_heads_host import HostDraftBlock
 from .draft.base import DraftNoise
+from .engine_config import EngineConfig
 from .outcome import COMPLETED, Outcome, rows_to_table, table_width, to_table, write_logprobs
+from .penalised import penalised
 from .random import Purpose, uniforms
 from .sampling import SamplingRows, greedy_ids, log_probs, target_probs
 from .sequence import RequestState
 from .spec.block_verify import verify_blocks
 from .spec.confidence import conditional
 from .spec.rows import PackedRows
-from .spec.schedule import VerifyPolicy
+from .spec.schedule import StaticPolicy, VerifyPolicy, make_policy
+from .spec.sps import load_table
+from .spec.sts import load_temperatures
 from .spec.verdict import cut
 from .spec.verify import verify_greedy, verify_tokens
 
@@ -104,13 +108,15 @@ class Decider:
     ) -> torch.Tensor:
         """The outcomes of a step (see :func:`.outcome.to_table`) from the target's ``logits`` [T, V].
 
-        The first ``num_decoding`` of ``states`` verified drafts. Requests end at stop ids and length limits here.
+        The first ``num_decoding`` of ``states`` verified drafts. Penalties are applied row by row before anything is
+        chosen; requests end at stop ids and length limits here.
         Raises ``FloatingPointError`` if a row has no law to choose from.
         """
         if not states:
             return torch.empty((0, table_width(self._gamma)), dtype=torch.int64)
         rows = PackedRows.from_lens(drafted.lens, self._gamma)
         params = [state.request.params for state in states]
+        logits = penalised(logits, states, rows, drafted.drafts)
         ids = greedy_ids(logits)
         if all(p.greedy for p in params):
             verdict = verify_greedy(rows, ids.cpu().numpy(), drafted.drafts)
@@ -135,7 +141,8 @@ class Decider:
         drafted: Drafted,
         num_top: int,
     ) -> torch.Tensor:
-        """Log-probabilities of the emitted ``tokens``, the target's, see :func:`.outcome.write_logprobs`."""
+        """Log-probabilities of the emitted ``tokens`` by the target's own law, before penalties, temperature and
+        filters, see :func:`.outcome.write_logprobs`."""
         emitted = np.array([len(block) for block in tokens], dtype=np.int64)
         rows = PackedRows.from_lens(drafted.lens, self._gamma)
         at = torch.from_numpy(rows.emitted_rows(emitted)).to(logits.device)
@@ -177,3 +184,11 @@ def _block_uniforms(states: Sequence[RequestState], width: int, purpose: Purpose
 
 def _keys(states: Sequence[RequestState]) -> tuple[list[int], list[int], list[int]]:
     return [s.seed for s in states], [s.key for s in states], [len(s.tokens) for s in states]
+
+
+def make_decider(config: EngineConfig, gamma: int) -> Decider:
+    """The deciding rank's part, from a resolved ``config``. Raises ``ValueError`` for unusable table files."""
+    table = load_table(config.sps_table) if config.sps_table else None
+    policy = make_policy(config.verify, table, config.confidence_threshold) if gamma else StaticPolicy()
+    temperatures = load_temperatures(config.sts, gamma) if config.sts and gamma else None
+    return Decider(gamma, policy, temperatures, config.block_verify)

@@ -16,6 +16,7 @@ from .draft import own_draft
 from .drive import drive
 from .engine import Engine
 from .engine_config import EngineConfig, check_supported, resolve
+from .load import load_engine
 from .model_config import load_model_config
 from .progress import ProgressFactory, silent
 from .request import Request, SamplingParams
@@ -75,7 +76,7 @@ class Session:
         num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors")) // groups.tp.size
         bar = (progress if is_first else silent)("reading weights", num_bytes, "B")
         try:
-            engine = Engine.load(config, groups, process.device, model_config=model, text=text, progress=bar.update)
+            engine = load_engine(config, groups, process.device, model_config=model, text=text, progress=bar.update)
         finally:
             bar.close()
         if is_first:

@@ -27,8 +27,8 @@ from ...parallel.topology import Topology
 from ..checkpoint import bundled_model
 from ..checkpoint.placement import layout_problems
 from ..cli import EXIT_FAILED, EXIT_OK, running
-from ..engine import Engine
 from ..engine_config import EngineConfig, resolve
+from ..load import load_engine
 from ..model_config import ModelConfig, load_model_config
 from ..request import Request, SamplingParams
 from . import flags
@@ -133,7 +133,7 @@ def generate(folder: str, config: ModelConfig, groups: Groups, setting: Setting,
         max_positions=config.max_position_embeddings,
         own_draft="none",
     )
-    engine = Engine.load(
+    engine = load_engine(
         dataclasses.replace(options, dtype="float32"), groups, torch.device("cpu"), model_config=config
     )
     numbers = random.Random(7)

@@ -20,6 +20,7 @@ import torch
 from ...parallel.groups import Groups
 from ..engine import Engine
 from ..engine_config import EngineConfig, resolve
+from ..load import load_engine
 from ..model_config import load_model_config
 from ..step import Span, build_step
 from .systems import sibling
@@ -86,7 +87,7 @@ def measure(task: Task) -> Residence:
     )
     positions = model_config.max_position_embeddings
     config = resolve(config, model_dir=task.model, device_type="cpu", max_positions=positions, own_draft="none")
-    engine = Engine.load(config, Groups.single(), torch.device("cpu"), model_config=model_config)
+    engine = load_engine(config, Groups.single(), torch.device("cpu"), model_config=model_config)
     # Loading leaves free memory behind; a cache that lies in it would not be seen to grow.
     _give_back_free_memory()
     engine = sibling(engine, max_running=1 + task.num_before + task.num_requests)

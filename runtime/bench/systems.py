@@ -7,7 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from ..engine import Engine, make_cache
+from ..engine import Engine
+from ..load import make_cache
 from ..models.deepseek_v4 import DeepseekV4
 from ..request import Request, SamplingParams
 from .timing import waiter

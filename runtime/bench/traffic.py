@@ -29,8 +29,8 @@ from ...parallel.topology import Topology
 from ..agreement import Agreement, split_rows
 from ..checkpoint import RandomWeights, bundled_model
 from ..cli import EXIT_FAILED, EXIT_OK, running
-from ..engine import make_cache
 from ..engine_config import EngineConfig
+from ..load import make_cache
 from ..model_config import ModelConfig, load_model_config
 from ..models.deepseek_v4 import DeepseekV4, attention_sizes
 from ..step import Span, Step, build_step

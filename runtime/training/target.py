@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from ...parallel.groups import Groups
-from ..engine import Engine
 from ..engine_config import EngineConfig
+from ..load import load_engine
 from ..model_config import ModelConfig
 from ..request import Request, SamplingParams
 from ..step import Span, build_step
@@ -59,7 +59,7 @@ class FrozenTarget:
             seed=seed,
             draft="none",
         )
-        self._engine = Engine.load(self._options, Groups.single(), device, model_config=config)
+        self._engine = load_engine(self._options, Groups.single(), device, model_config=config)
         self._config, self._tap_layers, self._feature = config, tap_layers, feature
 
     def states(self, sequences: Sequence[np.ndarray], tokens_per_step: int = 4096) -> Iterator[TargetStates]:

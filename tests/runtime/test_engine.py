@@ -16,6 +16,7 @@ from dspark.runtime.cache import Cache
 from dspark.runtime.checkpoint import bundled_model
 from dspark.runtime.engine import Engine
 from dspark.runtime.engine_config import EngineConfig, resolve
+from dspark.runtime.load import load_engine
 from dspark.runtime.request import Request, SamplingParams
 
 GOLDEN = json.loads((pathlib.Path(__file__).resolve().parent.parent / "data" / "models" / "golden.json").read_text())[
@@ -38,7 +39,7 @@ def load(groups=None, text=None, **options):
         max_positions=4096,
         own_draft="none",
     )
-    return Engine.load(config, groups or Groups.single(), CPU, text=text)
+    return load_engine(config, groups or Groups.single(), CPU, text=text)
 
 
 @functools.cache

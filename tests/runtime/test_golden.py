@@ -10,8 +10,8 @@ from dspark.parallel.groups import Groups
 from dspark.parallel.topology import Topology
 from dspark.runtime.checkpoint import bundled_model
 from dspark.runtime.drive import Collector, drive
-from dspark.runtime.engine import Engine
 from dspark.runtime.engine_config import EngineConfig, resolve
+from dspark.runtime.load import load_engine
 from dspark.runtime.request import Request, SamplingParams
 
 DATA = pathlib.Path(__file__).resolve().parent.parent / "data" / "models"
@@ -23,7 +23,7 @@ def engine_for(groups, **options):
     config = resolve(
         EngineConfig(**options), model_dir=str(bundled_model()), device_type="cpu", max_positions=4096, own_draft="none"
     )
-    return Engine.load(config, groups, torch.device("cpu"))
+    return load_engine(config, groups, torch.device("cpu"))
 
 
 def continuations(engine, order):

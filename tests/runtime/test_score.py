@@ -9,8 +9,8 @@ from dspark.parallel.groups import Groups
 from dspark.parallel.topology import Topology
 from dspark.runtime.checkpoint import bundled_model
 from dspark.runtime.cli import main
-from dspark.runtime.engine import Engine
 from dspark.runtime.engine_config import EngineConfig, resolve
+from dspark.runtime.load import load_engine
 from dspark.runtime.score import score
 from safetensors.torch import load_file, save_file
 
@@ -57,7 +57,7 @@ def logits_of_rank(rank, world, folders):
             max_positions=4096,
             own_draft="none",
         )
-        engine = Engine.load(config, groups, torch.device("cpu"))
+        engine = load_engine(config, groups, torch.device("cpu"))
         got = torch.full((*ids.shape, engine.model.config.vocab_size), float("nan"))
 
         def keep(index, start, logits, got=got):

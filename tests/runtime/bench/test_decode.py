@@ -12,8 +12,8 @@ from dspark.runtime.bench.systems import EngineSystem, first_difference
 from dspark.runtime.bench.timing import Stopwatch, alternate
 from dspark.runtime.checkpoint import bundled_model
 from dspark.runtime.cli import main
-from dspark.runtime.engine import Engine
 from dspark.runtime.engine_config import EngineConfig, resolve
+from dspark.runtime.load import load_engine
 
 DATA = pathlib.Path(__file__).resolve().parent.parent.parent / "data" / "models"
 GOLDEN = json.loads((DATA / "golden.json").read_text())["items"]
@@ -63,7 +63,7 @@ def test_both_systems_give_the_golden_ids():
     folder, group = str(bundled_model()), [item for item in GOLDEN if len(item["prompt_ids"]) >= 25][:3]
     config = EngineConfig(draft="none", chunk_size=512)
     config = resolve(config, model_dir=folder, device_type="cpu", max_positions=4096, own_draft="none")
-    ours = EngineSystem(Engine.load(config, Groups.single(), torch.device("cpu")))
+    ours = EngineSystem(load_engine(config, Groups.single(), torch.device("cpu")))
     theirs = TransformersSystem(import_transformers("decode"), folder, torch.float32, torch.device("cpu"))
     for item in group:
         for system in (ours, theirs):

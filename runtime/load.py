@@ -1,0 +1,91 @@
+"""From a resolved config to an engine: the checkpoint read, the draft chosen, the cache made, on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..layers.kernels import choose
+from ..layers.params import OnDevice
+from ..parallel.groups import Group, Groups
+from ..parallel.pipeline import stage_layers
+from .cache import Cache, CacheLayout, pages_within
+from .checkpoint import CheckpointReader
+from .decide import StopStrings
+from .draft import drafter_class
+from .draft.base import DraftElsewhere, DraftRoom
+from .engine import Engine
+from .engine_config import EngineConfig
+from .model_config import ModelConfig, load_model_config
+from .models.deepseek_v4 import DeepseekV4, attention_sizes
+
+
+def load_engine(
+    config: EngineConfig,
+    groups: Groups,
+    device: torch.device,
+    *,
+    model_config: ModelConfig | None = None,
+    text: StopStrings | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Engine:
+    """Read the checkpoint of a resolved ``config`` and make room for ``config.max_running`` requests a DP rank.
+
+    ``text`` knows stop strings, on the first rank of the tensor group; ``progress`` is told bytes as they are read.
+    Raises ``ValueError`` naming what is wrong with the checkpoint.
+    """
+    model_config = load_model_config(config.model) if model_config is None else model_config
+    dtype = getattr(torch, config.dtype)
+    source = OnDevice(CheckpointReader(config.model, model_config, dtype, progress=progress), device)
+    kernels, draft = choose(device, dtype, config.deterministic), drafter_class(config.draft)
+    taps = draft.tap_layers(model_config)
+    sizes = (config.max_context, device, taps, dtype, draft.tap_kind)
+    model = DeepseekV4(model_config, source, groups, kernels, *sizes)
+    max_verify = 1 + (config.gamma or draft.default_gamma(model_config))
+    if max_verify > 1 and not draft.has_confidence(model_config):
+        check_untrimmed(config)
+    # A block is stored as wide as it was trained, and the rows before the one that follows it must survive that.
+    num_drafted = 2 * (1 + max(max_verify - 1, draft.max_gamma(model_config)))
+    room = DraftRoom(config.max_running, config.max_context, num_drafted)
+    if model.is_last:
+        drafter = draft.load(model_config, source, model, groups, kernels, room, config.gamma)
+    else:
+        drafter = DraftElsewhere(max_verify - 1)
+    cache = make_cache(model_config, config, device, max_verify, groups.pp)
+    return Engine(model, drafter, cache, groups, config, text)
+
+
+def check_untrimmed(config: EngineConfig) -> None:
+    """Raise ``ValueError`` if ``config`` trims verification by confidences; for drafts that have none."""
+    by_table = config.verify != "static" and config.sps_table is not None
+    if by_table or config.confidence_threshold is not None:
+        option = f"--verify {config.verify}" if by_table else "--confidence-threshold"
+        raise ValueError(f"{option} needs confidences, but the draft has no confidence head; use --verify static")
+
+
+def make_cache(
+    model_config: ModelConfig,
+    config: EngineConfig,
+    device: torch.device,
+    max_verify: int = 1,
+    pipeline: Group | None = None,
+) -> Cache:
+    """A cache for ``config.max_running`` requests, of ``config.max_context`` tokens each unless its size is given.
+
+    ``max_verify``: rows of the widest step that may be rolled back. ``pipeline``: whose stages share the layers; all
+    layers are here without one. Raises ``ValueError`` if ``config.cache_bytes`` leaves no room for a page.
+    """
+    dtype, num_layers, num_slots = getattr(torch, config.dtype), model_config.num_layers, config.max_running
+    stages = [range(num_layers)] if pipeline is None else stage_layers(num_layers, pipeline.size)
+    sizes = [attention_sizes(model_config, layer) for layer in range(num_layers)]
+    ratios = CacheLayout(tuple(sizes), max_verify, dtype.itemsize).ratios
+    layouts = [
+        CacheLayout(tuple(sizes[layers.start : layers.stop]), max_verify, dtype.itemsize, model_ratios=ratios)
+        for layers in stages
+    ]
+    layout = layouts[0 if pipeline is None else pipeline.rank]
+    num_pages = num_slots * layout.pages_for(config.max_context) if config.cache_pages is None else config.cache_pages
+    if config.cache_bytes is not None:
+        num_pages = min(num_pages, pages_within(layouts, num_slots, config.num_snapshots, config.cache_bytes))
+    return Cache(layout, num_slots, num_pages, config.max_context, device, dtype)
