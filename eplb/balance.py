@@ -14,7 +14,7 @@ import numpy as np
 
 from .baseline import greedy_plan
 from .cores import Core, load_core
-from .flat import improve, place, tops
+from .flat import Aim, improve, place, tops
 from .hierarchy import place_groups
 from .placement import Placement, balance_of, count_copies, load_of_gpus, trivial_slots
 from .rows import to_units
@@ -67,21 +67,23 @@ def default_effort(shape: Shape) -> Effort:
     return Effort(num_cycles=min(max(16, 2**14 // (flat.slots_per_gpu * flat.num_slots)), 400))
 
 
-def close(shape: Shape) -> float:
-    """Where a search stops: so close to what no placement can beat.
+def default_aim(shape: Shape) -> Aim:
+    """Where a search stops.
 
     Many slots a GPU make the last step easy; with few, and a large problem, it would cost far more than it gives.
     """
     flat = shape.node_shape() if shape.hierarchical else shape
-    return 0.9995 if flat.slots_per_gpu > 5 or flat.num_slots < 128 else 0.9985
+    if flat.num_slots < 128:
+        return Aim(0.9999, 0.9999)
+    return Aim(0.9995, 0.9985) if flat.slots_per_gpu > 5 else Aim(0.9985, 0.9965)
 
 
 def _place(load: np.ndarray, shape: Shape, core: Core, effort: Effort) -> np.ndarray:
     units = to_units(load)
     if shape.hierarchical:
-        slots = place_groups(units, shape, core, effort, close(shape))
+        slots = place_groups(units, shape, core, effort, default_aim(shape))
     else:
-        slots = place(units, shape, core, effort, close(shape))
+        slots = place(units, shape, core, effort, default_aim(shape))
     baseline = greedy_plan(load, shape, core.flat_greedy)
     worse = np.flatnonzero(_balance(load, slots, shape) < _balance(load, baseline, shape))
     if worse.size:
@@ -93,14 +95,15 @@ def _no_worse(
     load: np.ndarray, units: np.ndarray, slots: np.ndarray, baseline: np.ndarray, shape: Shape, core: Core
 ) -> np.ndarray:
     """For layers where the greedy did better: its placement where it has no second copies, or a longer search."""
-    choices = [slots]
-    clean = Placement(baseline, shape).num_duplicates == 0
-    choices.append(np.where(clean[:, None], baseline, slots))
-    if not shape.hierarchical:
-        goal = tops(units, baseline, shape) - 2 * shape.slots_per_gpu
-        choices.extend([improve(units, start, shape, core, LONG, goal) for start in choices])
-    found = np.stack([_balance(load, choice, shape) for choice in choices])
-    return np.stack(choices)[found.argmax(0), np.arange(len(load))]
+    best = baseline.copy()
+    again = np.flatnonzero(Placement(baseline, shape).num_duplicates > 0)
+    best[again] = slots[again]
+    if again.size and not shape.hierarchical:
+        goal = tops(units[again], baseline[again], shape) - 2 * shape.slots_per_gpu
+        further = improve(units[again], slots[again], shape, core, LONG, goal)
+        better = _balance(load[again], further, shape) > _balance(load[again], slots[again], shape)
+        best[again[better]] = further[better]
+    return best
 
 
 def _balance(load: np.ndarray, slots: np.ndarray, shape: Shape) -> np.ndarray:

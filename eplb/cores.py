@@ -21,7 +21,7 @@ class Core(Protocol):
     def deal(self, share: np.ndarray, count: np.ndarray, num_gpus: int) -> np.ndarray:
         """See ``plain/deal.py``."""
 
-    def refine(self, rows: Rows, goal: np.ndarray, effort: Effort) -> None:
+    def refine(self, rows: Rows, goal: np.ndarray, nearly: np.ndarray, effort: Effort) -> None:
         """See ``plain/search.py``."""
 
     def search_copies(

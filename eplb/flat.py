@@ -5,6 +5,8 @@ Shapes: B rows (one problem each: a layer, or one node of a layer), E experts, G
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from .cores import Core
@@ -15,11 +17,18 @@ from .schedule import Effort
 from .shape import Shape
 
 
-def place(units: np.ndarray, shape: Shape, core: Core, effort: Effort, goal: float, together: int = 1) -> np.ndarray:
+class Aim(NamedTuple):
+    """Balances, as shares of what no placement can beat: where a search stops, and where a long one stops."""
+
+    close: float
+    nearly: float
+
+
+def place(units: np.ndarray, shape: Shape, core: Core, effort: Effort, aim: Aim, together: int = 1) -> np.ndarray:
     """Experts of the slots, [B, P] int32, for loads ``units`` [B, E] int32 (see ``rows.to_units``).
 
-    A row is searched until its fullest GPU is within ``goal`` (a balance below 1) of what no placement can beat; the
-    fullest GPU of ``together`` rows that follow each other counts, as if they were one.
+    A row is searched until its fullest GPU is within ``aim`` of what no placement can beat; the fullest GPU of
+    ``together`` rows that follow each other counts, as if they were one.
     """
     assert not shape.num_forced_copies, shape
     num_gpus = shape.num_gpus
@@ -29,7 +38,8 @@ def place(units: np.ndarray, shape: Shape, core: Core, effort: Effort, goal: flo
         weight = units.astype(np.int64)
         count = best_pairs(weight, [count, *core.search_copies(weight, count, limits(weight, num_gpus), num_gpus)])
     rows = Rows.of(units, count, core.deal(units // count, count, num_gpus))
-    core.refine(rows, np.ceil(floor / goal).astype(np.int32), effort)
+    goal, nearly = (np.ceil(floor / balance).astype(np.int32) for balance in aim)
+    core.refine(rows, goal, nearly, effort)
     return rows.slot.reshape(len(units), -1)
 
 
@@ -39,7 +49,7 @@ def improve(
     """``slots`` [B, P], without two copies of an expert on a GPU, searched further to ``goal`` [B]: [B, P] int32."""
     count = count_copies(slots, shape.num_experts)
     rows = Rows.of(units, count, slots.reshape(len(units), shape.num_gpus, -1))
-    core.refine(rows, goal.astype(np.int32), effort)
+    core.refine(rows, goal.astype(np.int32), goal.astype(np.int32), effort)
     return rows.slot.reshape(len(units), -1)
 
 

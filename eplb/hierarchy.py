@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from .cores import Core
-from .flat import place
+from .flat import Aim, place, tops
 from .rows import Rows
 from .schedule import Effort
 from .shape import Shape
@@ -26,21 +26,21 @@ MOST_WAYS = 5000
 MOST_TRIES = 12
 
 
-def place_groups(units: np.ndarray, shape: Shape, core: Core, effort: Effort, goal: float) -> np.ndarray:
+def place_groups(units: np.ndarray, shape: Shape, core: Core, effort: Effort, aim: Aim) -> np.ndarray:
     """Experts of the slots, [L, P] int32, for loads ``units`` [L, E] int32."""
     num_layers, num_nodes = len(units), shape.num_nodes
     node = shape.node_shape()
     slots = np.zeros((num_layers, shape.num_slots), np.int32)
     reached = np.full(num_layers, np.inf)
-    groupings, tops = rank_groupings(units.reshape(num_layers, shape.num_groups, -1).sum(2), num_nodes, core, effort)
+    groupings, fullest = rank_groupings(units.reshape(num_layers, shape.num_groups, -1).sum(2), num_nodes, core, effort)
     for attempt in range(groupings.shape[1]):
         # A grouping whose fullest node alone is too full for a gain of a thousandth is not worth a search.
-        todo = np.flatnonzero(tops[:, attempt] / node.num_gpus < 0.999 * reached)
+        todo = np.flatnonzero(fullest[:, attempt] / node.num_gpus < 0.999 * reached)
         if not todo.size:
             continue
         experts = _experts_of(groupings[todo, attempt], shape)
         own = np.take_along_axis(units[todo], experts.reshape(len(todo), -1), 1).reshape(-1, node.num_experts)
-        local = place(own, node, core, effort, goal, together=num_nodes)
+        local = place(own, node, core, effort, aim, together=num_nodes)
         found = np.take_along_axis(experts.reshape(-1, node.num_experts), local, 1).reshape(len(todo), -1)
         top = tops(units[todo], found, shape)
         better = top < reached[todo]
@@ -63,7 +63,8 @@ def rank_groupings(group_load: np.ndarray, num_nodes: int, core: Core, effort: E
         return every[order], np.take_along_axis(tops, order, 1)
     single = np.ones(group_load.shape, np.int64)
     rows = Rows.of(group_load, single, core.deal(group_load, single, num_nodes))
-    core.refine(rows, np.ceil(group_load.sum(1) / num_nodes).astype(np.int32), effort)
+    even = np.ceil(group_load.sum(1) / num_nodes).astype(np.int32)
+    core.refine(rows, even, even, effort)
     return rows.slot[:, None].astype(np.int64), rows.load.max(1, keepdims=True)
 
 

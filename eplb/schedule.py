@@ -12,11 +12,13 @@ class Effort(NamedTuple):
 
     ``num_rounds`` pair rounds, then ``num_cycles`` climbs: the first from where the rounds ended, each further one from
     the best placement so far after a disturbance: a kick (every second cycle, where there is redundancy) or a shake of
-    ``num_shakes`` passes. Trades are tried in every ``trade_every``-th cycle; a climb takes at most ``most_steps``.
+    ``num_shakes`` passes. Trades are tried in every ``trade_every``-th cycle; a climb takes at most ``most_steps``. The
+    first ``num_close_cycles`` aim at a row's goal, the others only at being nearly there: they are for the hard rows.
     """
 
     num_rounds: int = 6
-    num_cycles: int = 12
+    num_cycles: int = 16
+    num_close_cycles: int = 4
     num_shakes: int = 4
     trade_every: int = 4
     most_steps: int = 1000
@@ -57,11 +59,12 @@ def draw_shake(seed: int, num_gpus: int, num_slots: int) -> Shake:
     return Shake(g[first], slots // num_slots, h[first], slots % num_slots)
 
 
-KICKS = 32
+# The choices of one kick, and where the seeds of kicks begin.
+KICKS, KICK_SEED = 32, 1 << 20
 
 
 def draw_kick(seed: int, num_gpus: int, num_slots: int) -> tuple[np.ndarray, np.ndarray]:
     """Slots to change (0..P-1) and slots of the fullest GPU whose expert may gain: the choices of one kick."""
-    numbers = draw((1 << 20) + seed, KICKS)
+    numbers = draw(KICK_SEED + seed, KICKS)
     place = numbers % np.uint64(num_gpus * num_slots)
     return place.astype(np.int64), ((numbers >> np.uint64(32)) % np.uint64(num_slots)).astype(np.int64)

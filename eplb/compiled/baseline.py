@@ -36,14 +36,15 @@ def _flat_greedy(loads, num_slots, num_gpus):
             priority[hottest] = load[hottest] / count[hottest]
         for slot in range(num_slots):
             pieces[slot] = load[copies[slot]] / count[copies[slot]]
+        # A full GPU carries an infinite load.
         total = np.zeros(num_gpus, np.float32)
         filled = np.zeros(num_gpus, np.int64)
         for item in np.argsort(-pieces, kind="mergesort"):
-            best = -1
-            for g in range(num_gpus):
-                if filled[g] < room and (best < 0 or total[g] < total[best]):
-                    best = g
+            best, least = 0, total[0]
+            for g in range(1, num_gpus):
+                if total[g] < least:
+                    best, least = g, total[g]
             slots[n, best * room + filled[best]] = copies[item]
-            total[best] += pieces[item]
             filled[best] += 1
+            total[best] = total[best] + pieces[item] if filled[best] < room else np.float32(np.inf)
     return slots

@@ -8,35 +8,30 @@ from __future__ import annotations
 import numpy as np
 
 from ..rows import Rows
-from ..schedule import Effort, draw_kick, draw_shake
+from ..schedule import KICK_SEED, KICKS, Effort
 from .jit import jit
 
 
-def refine(rows: Rows, goal: np.ndarray, effort: Effort) -> None:
+def refine(rows: Rows, goal: np.ndarray, nearly: np.ndarray, effort: Effort) -> None:
     """See ``plain/search.py``."""
     _, num_gpus, num_slots = rows.slot.shape
     num_redundant = num_gpus * num_slots - rows.weight.shape[1]
     if num_gpus == 1 or num_slots == 1:
         return
     cycles = range(effort.num_cycles)
-    shakes = [draw_shake(seed, num_gpus, num_slots) for seed in range(effort.num_cycles * effort.num_shakes)]
-    drawn = np.full((len(shakes), 4, num_gpus // 2), -1, np.int32)
-    for number, one in enumerate(shakes):
-        drawn[number, :, : len(one.g)] = one
-    kicks = np.array([draw_kick(cycle, num_gpus, num_slots) for cycle in cycles], np.int64).reshape(len(cycles), 2, -1)
     kicked = np.array([effort.kicks(cycle, num_redundant) for cycle in cycles], np.bool_)
     trades = np.array([effort.trades(cycle, num_redundant) for cycle in cycles], np.bool_)
-    steps = (effort.num_rounds, effort.num_shakes, effort.most_steps)
-    _refine(*rows.arrays(), goal.astype(np.int32), drawn, kicks, kicked, trades, *steps)
+    goals = np.stack([goal, np.maximum(goal, nearly)]).astype(np.int32)
+    steps = (effort.num_close_cycles, effort.num_rounds, effort.num_shakes, effort.most_steps)
+    _refine(*rows.arrays(), goals, kicked, trades, *steps)
 
 
 @jit
-def _refine(
-    weights, counts, shares, slots, pieces, loads, goals, drawn, kicks, kicked, trades, rounds, shakes, most_steps
-):
-    for n in range(len(goals)):
-        weight, goal = weights[n], goals[n]
+def _refine(weights, counts, shares, slots, pieces, loads, goals, kicked, trades, close, rounds, shakes, most_steps):
+    for n in range(len(weights)):
+        weight = weights[n]
         for cycle in range(len(kicked)):
+            goal = goals[0 if cycle < close else 1, n]
             best = loads[n].max()
             if best <= goal:
                 break
@@ -47,11 +42,11 @@ def _refine(
                 for _ in range(rounds):
                     _pair_round(slot, piece, load)
             elif kicked[cycle]:
-                _kick(weight, count, share, slot, piece, load, kicks[cycle])
+                _kick(weight, count, share, slot, piece, load, cycle)
             else:
                 limit = _shake_limit(load)
                 for one in range(cycle * shakes, (cycle + 1) * shakes):
-                    _shake(slot, piece, load, drawn[one], limit)
+                    _shake(slot, piece, load, one, limit)
             stuck = _climb(slot, piece, load, goal, most_steps)
             while stuck and trades[cycle] and _trade(weight, count, share, slot, piece, load):
                 stuck = _climb(slot, piece, load, goal, most_steps)
@@ -127,15 +122,28 @@ def _shake_limit(load):
 
 
 @jit
-def _shake(slot, piece, load, drawn, limit):
-    for pair in range(drawn.shape[1]):
-        g, i, h, j = drawn[0, pair], drawn[1, pair], drawn[2, pair], drawn[3, pair]
-        if g < 0:
-            break
+def _shake(slot, piece, load, seed, limit):
+    num_gpus, num_slots = slot.shape
+    offset = np.int64(_draw(seed, 0) % np.uint64(num_gpus))
+    for g in range(num_gpus):
+        h = (offset - g) % num_gpus
+        if h <= g:
+            continue
+        both = np.int64(_draw(seed, g + 1) % np.uint64(num_slots * num_slots))
+        i, j = both // num_slots, both % num_slots
         moved = piece[g, i] - piece[h, j]
         if load[g] - moved <= limit and load[h] + moved <= limit:
             if not _holds(slot, h, slot[g, i]) and not _holds(slot, g, slot[h, j]):
                 _swap(slot, piece, load, g, i, h, j)
+
+
+@jit
+def _draw(seed, number):
+    """``schedule.draw(seed, ...)[number]``."""
+    z = np.uint64(number + 1) * np.uint64(0x9E3779B97F4A7C15) + (np.uint64(seed) << np.uint64(32))
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
 
 
 @jit
@@ -206,12 +214,14 @@ def _change_slot(weight, count, share, slot, piece, load, place, expert):
 
 
 @jit
-def _kick(weight, count, share, slot, piece, load, drawn):
+def _kick(weight, count, share, slot, piece, load, cycle):
     num_gpus, num_slots = slot.shape
     g = load.argmax()
-    for choice in range(drawn.shape[1]):
-        h, j = drawn[0, choice] // num_slots, drawn[0, choice] % num_slots
-        x, y = slot[g, drawn[1, choice]], slot[h, j]
-        if count[y] > 1 and count[x] < num_gpus and not _holds(slot, h, x):
-            _change_slot(weight, count, share, slot, piece, load, drawn[0, choice], x)
+    for choice in range(KICKS):
+        number = _draw(KICK_SEED + cycle, choice)
+        place = np.int64(number % np.uint64(num_gpus * num_slots))
+        x = slot[g, np.int64((number >> np.uint64(32)) % np.uint64(num_slots))]
+        h, j = place // num_slots, place % num_slots
+        if count[slot[h, j]] > 1 and count[x] < num_gpus and not _holds(slot, h, x):
+            _change_slot(weight, count, share, slot, piece, load, place, x)
             break

@@ -23,16 +23,19 @@ from ..schedule import Effort
 from .trade import kick, shake, swap, trade
 
 
-def refine(rows: Rows, goal: np.ndarray, effort: Effort) -> None:
+def refine(rows: Rows, goal: np.ndarray, nearly: np.ndarray, effort: Effort) -> None:
     """Search until a row's fullest GPU is at ``goal`` [B] or below, or the effort is spent; changes ``rows``.
 
-    The fullest GPU of a row never ends fuller than it began.
+    After the close cycles (see ``Effort``) being at ``nearly`` [B] or below is enough. The fullest GPU of a row never
+    ends fuller than it began.
     """
     _, num_gpus, num_slots = rows.slot.shape
     num_redundant = num_gpus * num_slots - rows.weight.shape[1]
     if num_gpus == 1 or num_slots == 1:
         return
     for cycle in range(effort.num_cycles):
+        if cycle == effort.num_close_cycles:
+            goal = np.maximum(goal, nearly)
         live = np.flatnonzero(rows.load.max(1) > goal)
         if not live.size:
             return
@@ -110,48 +113,60 @@ def climb(rows: Rows, goal: np.ndarray, most_steps: int) -> np.ndarray:
 
 
 class _Climb:
-    """Rows that climb together, with what a step needs of them at hand: arrays over all P slots of a row."""
+    """Rows that climb together, and what a step needs of them: arrays over all P slots of a row, and flat views."""
 
     def __init__(self, rows: Rows) -> None:
-        num_rows, self.num_gpus, self.num_slots = rows.slot.shape
+        num_rows, num_gpus, self.num_slots = rows.slot.shape
         self.rows = rows
-        self.at = np.arange(num_rows)
+        self.slot, self.piece, self.load = rows.slot.ravel(), rows.piece.ravel(), rows.load.ravel()
+        self.first_gpu = np.arange(num_rows) * num_gpus
+        self.first_slot = self.first_gpu * self.num_slots
+        self.places = np.arange(self.num_slots)
         # Twice the larger of two loads after a swap = their sum + the absolute difference of the two.
         self.host = np.repeat(rows.load, self.num_slots, axis=1)
         self.gap = 2 * rows.piece.reshape(num_rows, -1) - self.host
-        self.cost = np.empty((num_rows, self.num_slots, self.gap.shape[1]), np.int32)
+        self.cost = np.empty((num_rows, self.num_slots, num_gpus * self.num_slots), np.int32)
 
     def step(self, goal: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """One swap on every row above its goal where one helps; masks of the rows that swapped and that are stuck."""
-        rows, at, cost = self.rows, self.at, self.cost
-        num_slots, num_places = self.num_slots, self.gap.shape[1]
-        g = rows.load.argmax(1)
-        top = rows.load[at, g]
-        np.add(self.gap[:, None], (top[:, None] - 2 * rows.piece[at, g])[:, :, None], out=cost)
+        cost, num_slots = self.cost, self.num_slots
+        g = self.rows.load.argmax(1)
+        top = self.load[self.first_gpu + g]
+        mine = (self.first_slot + g * num_slots)[:, None] + self.places
+        np.add(self.gap[:, None], (top[:, None] - 2 * self.piece[mine])[:, :, None], out=cost)
         np.abs(cost, out=cost)
         cost += (self.host + top[:, None])[:, None]
-        flat = cost.reshape(len(at), -1)
+        flat = cost.reshape(len(g), -1)
         best = flat.argmin(1)
-        better = flat[at, best] < 2 * top
-        i, place = np.divmod(best, num_places)
-        h, j = np.divmod(place, num_slots)
-        met = (rows.slot[at, h] == rows.slot[at, g, i][:, None]).any(1)
-        met |= (rows.slot[at, g] == rows.slot[at, h, j][:, None]).any(1)
+        better = flat[np.arange(len(g)), best] < 2 * top
+        i, place = np.divmod(best, self.gap.shape[1])
         above = top > goal
-        for n in np.flatnonzero(met & better & above):
-            allowed = self._allowed(n, g[n])
-            best = allowed.argmin()
-            better[n] = allowed.flat[best] < 2 * top[n]
-            i[n], h[n], j[n] = np.unravel_index(best, allowed.shape)
         going = better & above
-        n = np.flatnonzero(going)
-        swap(rows, n, g[n], i[n], h[n], j[n])
-        for gpu in (g[n], h[n]):
-            places = (gpu * num_slots)[:, None] + np.arange(num_slots)
-            load = rows.load[n, gpu][:, None]
-            self.host[n[:, None], places] = load
-            self.gap[n[:, None], places] = 2 * rows.piece[n, gpu] - load
+        theirs = (self.first_slot + place // num_slots * num_slots)[:, None] + self.places
+        here, there = self.first_slot + g * num_slots + i, self.first_slot + place
+        met = (self.slot[theirs] == self.slot[here][:, None]) | (self.slot[mine] == self.slot[there][:, None])
+        for n in np.flatnonzero(met.any(1) & going):
+            allowed = self._allowed(n, g[n])
+            i, h, j = np.unravel_index(allowed.argmin(), allowed.shape)
+            better[n] = going[n] = allowed[i, h, j] < 2 * top[n]
+            here[n], there[n] = mine[n, i], self.first_slot[n] + h * num_slots + j
+            theirs[n] = self.first_slot[n] + h * num_slots + self.places
+        if not going.all():
+            mine, theirs, here, there = mine[going], theirs[going], here[going], there[going]
+        self._swap(mine, theirs, here, there)
         return going, above & ~better
+
+    def _swap(self, mine: np.ndarray, theirs: np.ndarray, here: np.ndarray, there: np.ndarray) -> None:
+        """Exchange the slots ``here`` and ``there``, of GPUs with the slots ``mine`` and ``theirs``; flat indices."""
+        a, b = self.piece[here], self.piece[there]
+        self.slot[here], self.slot[there] = self.slot[there], self.slot[here]
+        self.piece[here], self.piece[there] = b, a
+        self.load[mine[:, 0] // self.num_slots] += b - a
+        self.load[theirs[:, 0] // self.num_slots] += a - b
+        both = np.concatenate((mine, theirs))
+        load = self.load[both[:, 0] // self.num_slots][:, None]
+        self.host.ravel()[both] = load
+        self.gap.ravel()[both] = 2 * self.piece[both] - load
 
     def _allowed(self, n: int, g: int) -> np.ndarray:
         """One row's costs [own slot, other GPU, its slot] without the swaps that would make a second copy."""
