@@ -79,7 +79,7 @@ class Engine:
         self.tree = PrefixTree(cache, num_snapshots) if num_snapshots else None
         caches = (cache, *drafter.caches) if num_snapshots else ()
         self._snapshots = [RingSnapshots(one, num_snapshots) for one in caches]
-        self._scheduler = Scheduler(cache, config.chunk_size, config.admission, self.tree)
+        self._scheduler = Scheduler(cache, config.chunk_size, config.expected_share, self.tree)
         self._loads = [(0, 0)] * groups.attn_dp.size
         self._states: dict[int, RequestState] = {}
         self._numbers: dict[str, int] = {}

@@ -12,7 +12,7 @@ DTYPES = ("auto", "float32", "bfloat16")
 VERIFY_MODES = ("static", "sync", "async")
 CP_SPLITS = ("interleave", "zigzag")
 CP_DECODES = ("split", "replicate")
-ADMISSIONS = ("worst_case", "optimistic")
+EXPECTED_SHARES = {"worst_case": None, "optimistic": 0.7}
 OVERLAP_MODES = ("none", "tbo", "sbo")
 DISPATCHERS = ("standard", "normal", "low_latency", "auto")
 DISPATCH_BACKENDS = ("auto", "torch", "deep_ep")
@@ -29,7 +29,8 @@ class EngineConfig:
     the model's own limit). ``dtype`` is the dtype of activations and unquantised weights.
 
     The cache of a DP rank has ``cache_pages`` pages, or what fits into ``cache_bytes`` a rank, or enough for
-    ``max_running`` requests of ``max_context`` tokens. ``prefix_cache`` keeps up to ``prefix_pages`` pages (``None``:
+    ``max_running`` requests of ``max_context`` tokens. ``admission``: "worst_case", "optimistic", or the share of its
+    new tokens that a request must find memory for. ``prefix_cache`` keeps up to ``prefix_pages`` pages (``None``:
     ``max_running``) of finished prefixes for requests that begin alike.
     """
 
@@ -66,6 +67,24 @@ class EngineConfig:
             return 0
         return self.max_running if self.prefix_pages is None else self.prefix_pages
 
+    @property
+    def expected_share(self) -> float | None:
+        """The share of its new tokens that a request must find memory for to be admitted; None for all, for good.
+
+        Raises ``ValueError`` if ``admission`` is none of its values.
+        """
+        if self.admission in EXPECTED_SHARES:
+            return EXPECTED_SHARES[self.admission]
+        try:
+            share = float(self.admission)
+        except ValueError:
+            share = -1.0
+        if not 0 <= share <= 1:
+            raise ValueError(
+                f"--admission is {self.admission!r}; allowed: {', '.join(EXPECTED_SHARES)}, or a share from 0 to 1"
+            )
+        return share
+
     def validate(self) -> EngineConfig:
         """Return ``self``; raise ``ValueError`` naming the first option out of range, its value and the range."""
         for name, allowed in (
@@ -74,7 +93,6 @@ class EngineConfig:
             ("verify", VERIFY_MODES),
             ("cp_split", CP_SPLITS),
             ("cp_decode", CP_DECODES),
-            ("admission", ADMISSIONS),
             ("overlap", OVERLAP_MODES),
             ("dispatcher", DISPATCHERS),
             ("dispatch_backend", DISPATCH_BACKENDS),
@@ -97,6 +115,7 @@ class EngineConfig:
             if type(value) is not int or value < low or (high is not None and value > high):
                 upper = "" if high is None else f" to {high}"
                 raise ValueError(f"{_flag(name)} is {value!r}; allowed: an integer from {low}{upper}")
+        _ = self.expected_share
         if self.cache_pages is not None and self.cache_bytes is not None:
             raise ValueError("--cache-pages and --cache-bytes both size the cache; give one of them")
         if self.prefix_pages is not None and not self.prefix_cache:

@@ -4,9 +4,9 @@ The scheduler sees lengths, never tensors, and is a function of what all ranks k
 Requests are served by age: of those that wait, none is admitted before an older one, and the oldest that runs never
 gives up its memory, so each comes to its end whatever arrives behind it.
 
-How much memory a request must find to be admitted is the choice of ``admission``. With "worst_case" it is all that it
-may ever need, and nothing that runs can run out of pages. With "optimistic" it is a share of that; when pages run out
-then, a request is retracted: it gives up its memory, keeps the tokens it has got, and waits to prefill them again.
+How much memory a request must find to be admitted is a choice. If it is all that it may ever need, nothing that runs
+can run out of pages. If it is a share of that, pages may run out; then a request is retracted: it gives up its memory,
+keeps the tokens it has got, and waits to prefill them again.
 """
 
 from __future__ import annotations
@@ -59,18 +59,19 @@ class Counts:
 class Expectation:
     """Which share of its remaining new tokens a request is expected to get, when admission is optimistic.
 
-    Starts at 0.7 and falls to 0.14 of that in 600 steps; a retraction sets it to what the running requests have got so
+    Falls from ``start`` to 0.14 of that in 600 steps; a retraction sets it to what the running requests have got so
     far, and 20 tokens more for each, over what they may get (the rule of sglang's scheduler).
     """
 
-    START, FLOOR, NUM_STEPS, MORE = 0.7, 0.7 * 0.14, 600, 20
+    FLOOR, NUM_STEPS, MORE = 0.14, 600, 20
 
-    def __init__(self) -> None:
-        self.share = self.START
+    def __init__(self, start: float) -> None:
+        self._start = self.share = start
 
     def step(self) -> None:
         """A step without a retraction."""
-        self.share = max(self.FLOOR, self.share - (self.START - self.FLOOR) / self.NUM_STEPS)
+        floor = self._start * self.FLOOR
+        self.share = max(min(floor, self.share), self.share - (self._start - floor) / self.NUM_STEPS)
 
     def retracted(self, running: Sequence[RequestState]) -> None:
         """Somebody was retracted; ``running`` stay."""
@@ -86,14 +87,15 @@ class Expectation:
 class Scheduler:
     """Keeps the waiting and the running requests of one engine.
 
-    ``chunk_size``: prefill tokens a step may hold, less the decoding requests in it. ``tree``: stored prefixes, if any.
+    ``chunk_size``: prefill tokens a step may hold, less the decoding requests in it. ``expected``: the share of its new
+    tokens that a request must find memory for to be admitted; None for all. ``tree``: stored prefixes, if any.
     """
 
     def __init__(
-        self, cache: Cache, chunk_size: int, admission: str = "worst_case", tree: PrefixTree | None = None
+        self, cache: Cache, chunk_size: int, expected: float | None = None, tree: PrefixTree | None = None
     ) -> None:
         self._cache, self._chunk_size, self._tree = cache, chunk_size, tree
-        self._expected = Expectation() if admission == "optimistic" else None
+        self._expected = None if expected is None else Expectation(expected)
         self._waiting: list[RequestState] = []  # the oldest last
         self._running: list[RequestState] = []  # the oldest first
         self._leaving: list[RequestState] = []

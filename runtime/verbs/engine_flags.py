@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from ...parallel.topology import Topology
-from ..engine_config import ADMISSIONS, DEVICES, DTYPES, VERIFY_MODES, EngineConfig
+from ..engine_config import DEVICES, DTYPES, VERIFY_MODES, EngineConfig
 from ..progress import shown
 from ..session import Session
 from .layout import add_layout_flags, topology_from_args
@@ -60,9 +60,10 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--admission",
-        choices=ADMISSIONS,
         default=_DEFAULT.admission,
-        help="admit requests when all they may need is free (default), or on what they are likely to need",
+        metavar="HOW",
+        help="worst_case: admit a request when all it may need is free (default); optimistic, or a share from 0 to 1: "
+        "when that share of its new tokens has room",
     )
     group.add_argument("--prefix-cache", action="store_true", help="keep prefixes for requests that begin alike")
     group.add_argument(
