@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -22,6 +23,28 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_IDS = 64
 MAX_LOGPROBS = 64
+# Far from where float32 logits overflow, so penalties never leave a row without a law.
+MIN_REPETITION, MAX_REPETITION = 0.01, 100.0
+MAX_PENALTY = 2.0
+MAX_LOGIT_BIAS = 100.0
+MAX_LOGIT_BIASES = 1024
+
+_DIGITS = re.compile("[0-9]{1,19}")
+
+
+def _bias_pairs(value: object) -> object:
+    """``value`` as pairs sorted by id if it has that form, else itself, for :meth:`SamplingParams.validate` to name.
+
+    JSON writes the ids of a mapping as texts of digits.
+    """
+    pairs = list(value.items()) if isinstance(value, Mapping) else value
+    if not isinstance(pairs, (list, tuple)) or not all(isinstance(p, (list, tuple)) and len(p) == 2 for p in pairs):
+        return value
+    if isinstance(value, Mapping):
+        pairs = [(int(t) if isinstance(t, str) and _DIGITS.fullmatch(t) else t, bias) for t, bias in pairs]
+    if all(type(token) is int for token, _ in pairs):
+        pairs = sorted(pairs, key=lambda pair: pair[0])
+    return tuple(tuple(pair) for pair in pairs)
 
 
 @dataclass(frozen=True)
@@ -34,8 +57,14 @@ class SamplingParams:
 
     ``seed=None`` takes the engine's seed and the request id, so equal prompts differ; with a seed of its own a
     request repeats whatever else runs. ``logprobs=N`` reports each token's log-probability and the N most likely
-    alternatives, of the model's own law (before temperature and filters). ``stop`` strings, one or several, are cut
-    from the text.
+    alternatives, of the model's own law (before penalties, temperature and filters). ``stop`` strings, one or several,
+    are cut from the text.
+
+    Penalties change the logits of every token that is chosen, greedily or not, before anything else does: logits of
+    tokens in prompt or output are divided by ``repetition_penalty`` if positive, else multiplied; of each token in the
+    output ``frequency_penalty`` is subtracted as often as it is there, and ``presence_penalty`` once; ``logit_bias`` is
+    added, of token ids (a mapping, or pairs; kept as pairs sorted by id); before ``min_tokens`` tokens are out, ids
+    that would end the request cannot come. Stop strings count from the first token on.
     """
 
     max_new_tokens: int = 64
@@ -49,6 +78,11 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     skip_special_tokens: bool = True
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
 
     def __post_init__(self) -> None:
         # Lists, and one bare stop string, are what people and JSON write.
@@ -56,11 +90,18 @@ class SamplingParams:
             value = getattr(self, name)
             if isinstance(value, (list, str)):
                 object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+        object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
 
     @property
     def greedy(self) -> bool:
         """Whether no random number is used."""
         return self.temperature == 0.0
+
+    @property
+    def penalises(self) -> bool:
+        """Whether any penalty, bias or minimum length changes the model's logits."""
+        changes = (self.presence_penalty, self.frequency_penalty, self.min_tokens, self.logit_bias)
+        return self.repetition_penalty != 1.0 or any(changes)
 
     def validate(self) -> SamplingParams:
         """Return ``self``; raise ``ValueError`` naming the first field out of range, its value and the range."""
@@ -77,6 +118,7 @@ class SamplingParams:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: true or false")
         self._validate_stops()
+        self._validate_penalties()
         return self
 
     def _validate_stops(self) -> None:
@@ -92,6 +134,24 @@ class SamplingParams:
                 raise ValueError(f"stop has the entry {shown!r}; allowed: strings of 1 to {MAX_STOP_CHARS} characters")
         for token in self.stop_token_ids:
             _check_int("stop_token_ids entry", token, 0, MAX_SEED)
+
+    def _validate_penalties(self) -> None:
+        _check_float("repetition_penalty", self.repetition_penalty, MIN_REPETITION, MAX_REPETITION)
+        _check_float("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+        _check_float("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+        _check_int("min_tokens", self.min_tokens, 0, MAX_NEW_TOKENS)
+        if self.min_tokens > self.max_new_tokens:
+            raise ValueError(f"min_tokens is {self.min_tokens}; allowed: at most max_new_tokens, {self.max_new_tokens}")
+        if not isinstance(self.logit_bias, tuple):
+            raise ValueError(f"logit_bias is {str(self.logit_bias)[:40]!r}; allowed: an object of ids and numbers")
+        if len(self.logit_bias) > MAX_LOGIT_BIASES:
+            raise ValueError(f"logit_bias has {len(self.logit_bias)} entries; allowed: at most {MAX_LOGIT_BIASES}")
+        for token, value in self.logit_bias:
+            _check_int("logit_bias id", token, 0, MAX_SEED)
+            _check_float(f"logit_bias of token {token}", value, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+        tokens = [token for token, _ in self.logit_bias]
+        if len(set(tokens)) < len(tokens):
+            raise ValueError(f"logit_bias names {len(tokens)} ids; allowed: each once, {len(set(tokens))} differ")
 
 
 SAMPLING_FIELDS: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(SamplingParams))
@@ -179,9 +239,13 @@ def validate_request(request: Request, vocab_size: int, max_context: int) -> Non
             f"tokens together; shorten it to {max_context - 1} or raise --max-context"
         )
     check_token_ids(name, request.prompt_ids, vocab_size)
-    for token in request.params.stop_token_ids:
-        if token >= vocab_size:
-            raise ValueError(f"{name}: the stop token id {token} is outside the vocabulary of {vocab_size}")
+    for what, tokens in (
+        ("stop token", request.params.stop_token_ids),
+        ("logit_bias", [token for token, _ in request.params.logit_bias]),
+    ):
+        for token in tokens:
+            if token >= vocab_size:
+                raise ValueError(f"{name}: the {what} id {token} is outside the vocabulary of {vocab_size}")
 
 
 def check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:

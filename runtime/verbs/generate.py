@@ -54,11 +54,23 @@ def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--top-k", **number, default=_DEFAULT.top_k, help="keep the N likeliest; 0 keeps all")
     group.add_argument("--top-p", **share, default=_DEFAULT.top_p, help="keep the likeliest up to this mass")
     group.add_argument("--min-p", **share, default=_DEFAULT.min_p, help="keep those above this share of the likeliest")
+    group.add_argument("--repetition-penalty", **share, default=1.0, help="above 1: what was there before is rarer")
+    group.add_argument("--presence-penalty", **share, default=0.0, help="off the logits of tokens in the output")
+    group.add_argument("--frequency-penalty", **share, default=0.0, help="the same, for each time a token is there")
+    group.add_argument(
+        "--logit-bias", action="append", default=[], type=_bias, metavar="ID=X", help="added to a logit; repeatable"
+    )
+    group.add_argument("--min-tokens", **number, default=0, help="no end of sequence or stop id before so many tokens")
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends before this text; repeatable")
     group.add_argument("--stop-token-id", action="append", default=[], **number, help="ends after this id; repeatable")
     group.add_argument("--ignore-eos", action="store_true", help="go on past the end of the sequence")
     group.add_argument("--logprobs", **number, help="report each token's log-probability and N alternatives")
     group.add_argument("--show-special-tokens", action="store_true", help="special tokens appear in the text")
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, value = text.partition("=")
+    return int(token), float(value)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -74,6 +86,11 @@ def run(args: argparse.Namespace) -> int:
         ignore_eos=args.ignore_eos,
         logprobs=args.logprobs,
         skip_special_tokens=not args.show_special_tokens,
+        repetition_penalty=args.repetition_penalty,
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
+        logit_bias=tuple(args.logit_bias),
+        min_tokens=args.min_tokens,
     ).validate()
     with open_session(args) as session, contextlib.ExitStack() as stack:
         inputs = Inputs()
