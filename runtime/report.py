@@ -52,6 +52,49 @@ class Spread(NamedTuple):
         return self._asdict()
 
 
+class SpecTotals(NamedTuple):
+    """What became of all drafts of a run; ``num_tokens`` were emitted in ``num_steps`` verify steps."""
+
+    num_steps: int
+    num_tokens: float
+    drafted: int
+    verified: int
+    accepted: int
+
+    @classmethod
+    def of(cls, outputs: Sequence[RequestOutput]) -> SpecTotals | None:
+        """The totals of ``outputs``; ``None`` where nothing was drafted for."""
+        fields = [output.spec for output in outputs if output.spec is not None and output.spec["verify_ct"]]
+        if not fields:
+            return None
+        counts = [sum(spec[name] for spec in fields) for name in ("drafted", "verified", "accepted")]
+        num_tokens = sum(spec["accept_length"] * spec["verify_ct"] for spec in fields)
+        return cls(sum(spec["verify_ct"] for spec in fields), num_tokens, *counts)
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens per verify step, the target's own included."""
+        return self.num_tokens / self.num_steps
+
+    def to_json(self) -> dict[str, float]:
+        """The fields that a request's ``spec`` has, over all requests."""
+        return {
+            "verify_ct": self.num_steps,
+            "accept_length": self.accept_length,
+            "accept_rate": self.accepted / self.verified if self.verified else 0.0,
+            "drafted": self.drafted,
+            "verified": self.verified,
+            "accepted": self.accepted,
+        }
+
+    def line(self) -> str:
+        """The totals for people."""
+        return (
+            f"speculation: {self.accept_length:.2f} tokens per verify step; of {self.drafted} drafted tokens "
+            f"{self.verified} were verified and {self.accepted} accepted"
+        )
+
+
 class Summary(NamedTuple):
     """A finished run; times in seconds. Per-token latency of a request is its time after the first token per token."""
 
@@ -62,6 +105,7 @@ class Summary(NamedTuple):
     seconds: float
     time_to_first_token: Spread | None
     time_per_token: Spread | None
+    spec: SpecTotals | None
 
     @classmethod
     def of(cls, outputs: Sequence[RequestOutput], seconds: float) -> Summary:
@@ -81,6 +125,7 @@ class Summary(NamedTuple):
                     if len(output.token_ids) > 1
                 ]
             ),
+            spec=SpecTotals.of(outputs),
         )
 
     @property
@@ -99,6 +144,7 @@ class Summary(NamedTuple):
             "tokens_per_s": self.tokens_per_s,
             "time_to_first_token_s": self.time_to_first_token and self.time_to_first_token.to_json(),
             "time_per_token_s": self.time_per_token and self.time_per_token.to_json(),
+            "spec": self.spec and self.spec.to_json(),
         }
 
     def lines(self) -> list[str]:
@@ -115,4 +161,6 @@ class Summary(NamedTuple):
             if spread is not None:
                 mean, median, high = (f"{1000 * value:.1f} ms" for value in spread)
                 lines.append(f"{name}: mean {mean}, median {median}, 99th percentile {high}")
+        if self.spec is not None:
+            lines.append(self.spec.line())
         return lines
