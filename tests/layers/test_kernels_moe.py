@@ -131,27 +131,25 @@ def check_experts(twins, x, routing, num_experts, width, limit=2.0):
         near(kernels.bind("experts_forward", gate_up=gate_up, down=down, limit=limit)(x, routing), expected)
 
 
-# More than 24 picks of 3 experts are library products in the compiled kernels too; 12 rows pick exactly 24.
-@pytest.mark.parametrize("num_rows", [0, 1, 3, 12, 13, 40])
-@pytest.mark.parametrize("hidden,width", [(1, 1), (7, 5), (16, 9)])
+# More than 96 picks of 3 experts are library products in the compiled kernels too.
+@pytest.mark.parametrize("num_rows", [0, 1, 3, 14, 32, 33])
+@pytest.mark.parametrize("hidden,width", [(1, 1), (7, 5), (16, 9), (24, 17)])
 @pytest.mark.parametrize("elsewhere", [0.0, 0.5, 1.0], ids=["all here", "half elsewhere", "all elsewhere"])
 def test_experts_forward(twins, num_rows, hidden, width, elsewhere):
     made = torch.Generator().manual_seed(num_rows)
     experts = torch.rand(num_rows, 3, generator=made).argsort(dim=1) if num_rows else torch.empty(0, 3).long()
     experts = torch.where(torch.rand(num_rows, 3, generator=made) < elsewhere, -1, experts)
     routing = Routing(experts, torch.rand(num_rows, 3, generator=made))
-    if num_rows == 12:
-        routing = Routing(experts[:, :2].contiguous(), routing.weights[:, :2].contiguous())
     check_experts(twins, random(num_rows, hidden), routing, 3, width)
 
 
-@pytest.mark.parametrize("num_rows", [2, 60])
+@pytest.mark.parametrize("num_rows", [2, 60, 200])
 def test_one_expert_gets_every_token(twins, num_rows):
     routing = Routing(torch.full((num_rows, 1), 4), torch.ones(num_rows, 1))
     check_experts(twins, random(num_rows, 6), routing, 5, 7)
 
 
-@pytest.mark.parametrize("num_rows", [2, 60])
+@pytest.mark.parametrize("num_rows", [2, 20, 60])
 def test_an_expert_chosen_twice_counts_twice(twins, num_rows):
     experts = torch.tensor([[1, 1, -1]]).expand(num_rows, 3).contiguous()
     check_experts(twins, random(num_rows, 6), Routing(experts, random(num_rows, 3, seed=1).abs()), 2, 7)

@@ -3,6 +3,7 @@ float64 formulas."""
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from dspark.layers.attention.plan import build_plan
@@ -10,8 +11,9 @@ from dspark.layers.kernels import Kernels
 from dspark.layers.kernels.moe import Routing
 
 EPS32 = 2.0**-24
-# 16 rows is where the compiled products hand over to the library.
-ROWS = (0, 1, 2, 15, 16, 17, 40)
+# Compiled products take rows in tiles of 6, 4, 2 and 1, columns in vectors of 8; the library takes over above 64 rows.
+ROWS = (0, 1, 2, 3, 5, 7, 11, 64, 65)
+COLUMNS = [(1, 1), (3, 5), (4, 8), (7, 1), (6, 9), (2, 16), (30, 33), (9, 64), (129, 70), (5, 250), (5, 0)]
 
 
 def random(*shape, seed=0, size=1.0):
@@ -30,7 +32,7 @@ def check_product(actual, x, weight):
     assert ((actual.double() - exact).abs() <= worst + 1e-44).all()
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (4, 8), (7, 1), (30, 33), (129, 70), (5, 0)])
+@pytest.mark.parametrize("shape", COLUMNS)
 @pytest.mark.parametrize("num_rows", ROWS)
 def test_linear(twins, num_rows, shape):
     x, weight = random(num_rows, shape[0], seed=num_rows), random(*shape, seed=1)
@@ -38,7 +40,25 @@ def test_linear(twins, num_rows, shape):
         check_product(kernels.bind("linear", weight=weight)(x), x, weight)
 
 
-@pytest.mark.parametrize("num_rows", [1, 17])
+@pytest.mark.parametrize("shape", COLUMNS)
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 6, 13])
+def test_products_stay_inside_their_matrices(num_rows, shape):
+    """All three matrices lie in the middle of larger memory, whose NaNs must neither be used nor overwritten."""
+    pytest.importorskip("numba")
+    from dspark.layers.kernels.cpu.product import product
+
+    def within(*matrix_shape):
+        memory = np.full(math.prod(matrix_shape) + 2 * 64, np.nan, np.float32)
+        return memory, memory[64 : len(memory) - 64].reshape(matrix_shape)
+
+    (_, x), (_, weight), (memory, out) = within(num_rows, shape[0]), within(*shape), within(num_rows, shape[1])
+    x[:], weight[:] = random(*x.shape).numpy(), random(*shape, seed=1).numpy()
+    product(x, weight, out)
+    check_product(torch.from_numpy(out), torch.from_numpy(x), torch.from_numpy(weight))
+    assert np.isnan(memory[:64]).all() and np.isnan(memory[len(memory) - 64 :]).all()
+
+
+@pytest.mark.parametrize("num_rows", [1, 17, 65])
 @pytest.mark.parametrize("size", [1e-30, 1e15])
 def test_linear_of_extreme_values_and_strided_rows(twins, num_rows, size):
     weight = random(13, 6, seed=1)
@@ -47,7 +67,7 @@ def test_linear_of_extreme_values_and_strided_rows(twins, num_rows, size):
         check_product(kernels.bind("linear", weight=weight)(wide[:, 20:33]), wide[:, 20:33], weight)
 
 
-@pytest.mark.parametrize("shape", [(1, 3, 2), (2, 8, 5), (3, 17, 4)])
+@pytest.mark.parametrize("shape", [(1, 3, 2), (2, 8, 5), (3, 17, 4), (4, 5, 8), (3, 6, 19)])
 @pytest.mark.parametrize("num_rows", ROWS)
 def test_grouped_linear(twins, num_rows, shape):
     groups, num_in, num_out = shape
@@ -209,10 +229,10 @@ def check_alone(call, *rows):
 
 
 def test_a_row_does_not_depend_on_its_neighbours(twins):
-    """Compiled norms and hyper-connections always, products of up to 16 rows."""
+    """Compiled norms and hyper-connections always, products of up to 64 rows."""
     compiled = twins[1]
     hyper = hyper_weights(4, 9) | {"norm_weight": torch.ones(9), "hc_eps": 1e-6, "norm_eps": 1e-6}
-    check_alone(compiled.bind("linear", weight=random(37, 11, seed=1)), random(16, 37))
+    check_alone(compiled.bind("linear", weight=random(37, 11, seed=1)), random(64, 37))
     check_alone(compiled.bind("rms_norm", weight=torch.ones(37), eps=1e-6), random(40, 37))
     read = compiled.bind("hc_pre", **hyper, num_iters=20, constrained=True)
     check_alone(lambda streams: read(streams).x, random(40, 4, 9))
@@ -220,13 +240,13 @@ def test_a_row_does_not_depend_on_its_neighbours(twins):
 
 def test_deterministic_products_do_not_depend_on_the_row_count(twins):
     kernels = Kernels("numba", deterministic=True)
-    check_alone(kernels.bind("linear", weight=random(37, 11, seed=1)), random(60, 37))
-    check_alone(kernels.bind("grouped_linear", weight=random(3, 37, 11, seed=1)), random(60, 3, 37))
-    experts = torch.randint(0, 4, (60, 2), generator=torch.Generator().manual_seed(2))
+    check_alone(kernels.bind("linear", weight=random(37, 11, seed=1)), random(80, 37))
+    check_alone(kernels.bind("grouped_linear", weight=random(3, 37, 11, seed=1)), random(80, 3, 37))
+    experts = torch.randint(0, 4, (80, 2), generator=torch.Generator().manual_seed(2))
     forward = kernels.bind(
         "experts_forward", gate_up=random(4, 37, 10, seed=1), down=random(4, 5, 37, seed=2), limit=2.0
     )
-    check_alone(lambda x, e, w: forward(x, Routing(e, w)), random(60, 37), experts, random(60, 2, seed=3))
+    check_alone(lambda x, e, w: forward(x, Routing(e, w)), random(80, 37), experts, random(80, 2, seed=3))
 
 
 def test_backends_that_do_not_exist_or_cannot_promise_are_named():
