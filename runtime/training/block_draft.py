@@ -93,7 +93,7 @@ class BlockDraft:
         last = scoped(self.weights, self.last)
         hidden = collapse(last, streams, config)
         normed = weighted_norm(hidden, last["norm.weight"], config.rms_norm_eps)
-        shape = (num_blocks, gamma, -1)
+        shape = (num_blocks, gamma, config.hidden_size)
         return BlockOutput(normed.view(shape), hidden.view(shape), torch.stack(loads))
 
     def markov_head(self):

@@ -50,7 +50,7 @@ class _Chunked(torch.autograd.Function):
 
 
 def chunked_sums(
-    sums: RowSums, rows: Sequence[Tensor | None], shared: Sequence[Tensor | None], size: int = 64
+    sums: RowSums, rows: Sequence[Tensor | None], shared: Sequence[Tensor | None], size: int = 256
 ) -> tuple[Tensor, ...]:
     """``sums(*rows, *shared)``, added up over slices of ``size`` of the ``rows`` inputs (each [R, ..] or ``None``).
 

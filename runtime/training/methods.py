@@ -122,7 +122,7 @@ class MtpMethod:
         """See :class:`Draft`."""
         first = self.model.first_rows(batch)
         # Row t learns token t + 2 if that lies in the same sequence and is a label.
-        rows = torch.arange(len(batch.ids) - 2, device=batch.ids.device)
+        rows = torch.arange(max(len(batch.ids) - 2, 0), device=batch.ids.device)
         rows = rows[(batch.begins[rows] == batch.begins[rows + 2]) & batch.learned[rows + 2]]
         each = cross_entropy(self.model.logits(first.hidden[rows]), batch.ids[rows + 2], reduction="sum")
         weight = torch.tensor(float(len(rows)), device=each.device)

@@ -76,10 +76,10 @@ def attention(
     keys, visible = seen(rotate(own, cos, sin).view(num_blocks, width, head_dim))
     keys = keys.float()
     logits = q.view(num_blocks, width * heads, head_dim) @ (keys * head_dim**-0.5).transpose(1, 2)
-    logits = logits.view(num_blocks, width, heads, -1).masked_fill(~visible.unsqueeze(2), float("-inf"))
+    logits = logits.view(num_blocks, width, heads, keys.shape[1]).masked_fill(~visible.unsqueeze(2), float("-inf"))
     sink = weights["attn.attn_sink"].view(1, 1, -1, 1).expand(num_blocks, width, -1, -1)
     probs = torch.cat((logits, sink), dim=-1).softmax(dim=-1)[..., :-1]
-    o = (probs.reshape(num_blocks, width * heads, -1) @ keys).view(-1, heads, head_dim)
+    o = (probs.reshape(num_blocks, width * heads, keys.shape[1]) @ keys).view(-1, heads, head_dim)
     o = rotate(o, cos.unsqueeze(1), sin.unsqueeze(1), inverse=True).to(x.dtype)
     groups = config.o_groups
     wo_a = weights["attn.wo_a.weight"].unflatten(0, (groups, config.o_lora_rank))

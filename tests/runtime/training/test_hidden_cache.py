@@ -72,7 +72,7 @@ def test_states_are_those_of_the_model_and_prompts_continue(shared):
     golden = json.loads((shared / "models" / "golden.json").read_text())
     cases = golden["items"]
     config = load_model_config(bundled_model())
-    target = FrozenTarget(bundled_model(), config, (3,), torch.device("cpu"), max_length=256, max_running=4)
+    target = FrozenTarget(bundled_model(), config, (3,), torch.device("cpu"), max_length=640, max_running=4)
     from dspark.runtime.checkpoint import CheckpointReader
 
     head = CheckpointReader(bundled_model(), config).take("head.weight")

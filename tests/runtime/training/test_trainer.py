@@ -92,6 +92,28 @@ def test_the_loss_falls(method, make_draft, make_data, tmp_path):
     assert len(losses) == 30 and sum(losses[-5:]) < 0.9 * sum(losses[:5])
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_a_rank_without_a_sequence_adds_nothing(method, make_draft, make_data):
+    draft, data = make_draft(method), make_data(method)
+    nothing = build_batch(data, [0], 4, 5, seed=0, rank=1, num_ranks=2)
+    assert len(nothing.ids) == len(nothing.anchors) == 0
+    sums = draft.sums(nothing)
+    (sums.loss / 1.0).backward()
+    assert sums.loss.item() == sums.weight.item() == 0.0
+    for weight in draft.weights.values():
+        assert weight.grad is None or not weight.grad.any()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_bfloat16_products(method, make_draft, make_data, tmp_path):
+    losses = []
+    for autocast in (False, True):
+        folder = tmp_path / str(autocast)
+        make_trainer(make_draft(method), make_data(method), folder, autocast=autocast).run()
+        losses.append([json.loads(line)["loss"] for line in (folder / LOG_NAME).read_text().splitlines()])
+    assert losses[0] != losses[1] and losses[0] == pytest.approx(losses[1], rel=0.05)
+
+
 def test_router_biases_move_against_the_load(make_draft, make_data, tmp_path):
     trainer = make_trainer(make_draft(), make_data(), tmp_path)
     bias = trainer.draft.weights["mtp.0.ffn.gate.bias"]
