@@ -29,6 +29,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "generate": (".verbs.generate", "decode prompts"),
     "profile-sps": (".verbs.profile_sps", "measure steps a second against verified rows, for --sps-table"),
     "calibrate": (".verbs.calibrate", "fit the temperatures of a draft's confidences, for --sts"),
+    "train-draft": (".verbs.train_draft", "train a draft for a target: dspark, dflash, mtp, eagle3"),
     "score": (".verbs.score", "log-probabilities of given tokens"),
     "bench": (".verbs.bench", "speed and memory against a stated baseline"),
 }
