@@ -147,7 +147,7 @@ class SamplingParams:
         if len(self.logit_bias) > MAX_LOGIT_BIASES:
             raise ValueError(f"logit_bias has {len(self.logit_bias)} entries; allowed: at most {MAX_LOGIT_BIASES}")
         for token, value in self.logit_bias:
-            _check_int("logit_bias id", token, 0, MAX_SEED)
+            _check_int("logit_bias id", token if type(token) is int else str(token)[:40], 0, MAX_SEED)
             _check_float(f"logit_bias of token {token}", value, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
         tokens = [token for token, _ in self.logit_bias]
         if len(set(tokens)) < len(tokens):
