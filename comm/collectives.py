@@ -20,15 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..parallel.groups import Group
+from .wire import ARITHMETIC, unwire, wire
 
 # Newer torch renamed the tensor forms and warns about the old names; older torch has only those.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_ARITHMETIC = frozenset(
-    (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int8, torch.uint8)
-)
-_TRAVELS_AS_IS = _ARITHMETIC | {torch.bool}
 # Up to this many bytes (all copies together) a CPU all-reduce is one exchange of whole tensors. With gloo on 4 and 8
 # ranks one hop takes a third to a half of the time of its own all-reduce up to 256 KiB; beyond, two hops of shares
 # beat one and equal gloo's all-reduce, whose order of summation depends on where in the tensor a number lies.
@@ -70,16 +67,6 @@ def _error(op: str, group: Group, message: str) -> ValueError:
     return ValueError(f"{op} on group {group.name} of {group.size}: {message}")
 
 
-def _wire(x: Tensor) -> Tensor:
-    """``x`` contiguous, in a format every backend moves: [..., itemsize] bytes where it would refuse the dtype."""
-    x = x.contiguous()
-    return x if x.dtype in _TRAVELS_AS_IS else x.unsqueeze(-1).view(torch.uint8)
-
-
-def _unwire(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x if x.dtype == dtype else x.view(dtype).squeeze(-1)
-
-
 def _check_rows(op: str, group: Group, x: Tensor) -> None:
     if x.dim() == 0:
         raise _error(op, group, "a tensor without dimensions has no rows; give it one with x[None]")
@@ -101,7 +88,7 @@ def _even_sizes(op: str, group: Group, x: Tensor) -> list[int]:
 
 
 def _reduce_op(op: str, group: Group, x: Tensor, reduce: str) -> dist.ReduceOp:
-    if x.dtype not in _ARITHMETIC:
+    if x.dtype not in ARITHMETIC:
         raise _error(op, group, f"cannot compute {reduce} in {x.dtype}; convert to float32 or int32 first")
     if reduce not in _REDUCE_OPS:
         raise _error(op, group, f"unknown reduction {reduce!r}; there are {', '.join(_REDUCE_OPS)}")
@@ -253,7 +240,7 @@ def _all_gather(x: Tensor, group: Group, dim: int, async_op: bool) -> Pending:
         return Pending(x)
     num_bytes = x.numel() * x.element_size()
     _count_even(op, group, num_bytes, num_bytes)
-    wire, dim, dtype = _wire(x), dim % x.dim(), x.dtype
+    wire, dim, dtype = wire(x), dim % x.dim(), x.dtype
     if _native(x):
         out = wire.new_empty((group.size * wire.shape[0], *wire.shape[1:]))
         work, keep = _all_gather_single(out, wire, group.pg, async_op), wire
@@ -261,7 +248,7 @@ def _all_gather(x: Tensor, group: Group, dim: int, async_op: bool) -> Pending:
         out, work, keep = _to_everyone(wire, group, [x.shape[0]] * group.size, async_op)
 
     def finish(out: Tensor) -> Tensor:
-        out = _unwire(out, dtype)
+        out = unwire(out, dtype)
         if dim == 0:
             return out
         return out.view(group.size, *x.shape).movedim(0, dim).flatten(dim, dim + 1).contiguous()
@@ -272,6 +259,13 @@ def _all_gather(x: Tensor, group: Group, dim: int, async_op: bool) -> Pending:
 def all_gather(x: Tensor, group: Group, dim: int = 0) -> Tensor:
     """The tensors of all ranks, equal in shape, concatenated in rank order along ``dim``."""
     return x if group.size == 1 else _all_gather(x, group, dim, False).wait()
+
+
+def all_gather_ints(row: Sequence[int], group: Group, device: torch.device) -> list[list[int]]:
+    """The integers of all ranks, equally many, in rank order; they travel on ``device``, as int64."""
+    if group.size == 1:
+        return [list(row)]
+    return all_gather(torch.tensor([row], dtype=torch.int64, device=device), group).tolist()
 
 
 def start_all_gather(x: Tensor, group: Group, dim: int = 0) -> Pending:
@@ -289,9 +283,9 @@ def _all_gather_v(x: Tensor, group: Group, sizes: Sequence[int], async_op: bool)
         return Pending(x)
     num_bytes = x.numel() * x.element_size()
     _count_even(op, group, num_bytes, num_bytes)
-    wire, dtype = _wire(x), x.dtype
+    wire, dtype = wire(x), x.dtype
     out, work, keep = _to_everyone(wire, group, sizes, async_op)
-    return Pending(out, work, lambda out: _unwire(out, dtype), keep)
+    return Pending(out, work, lambda out: unwire(out, dtype), keep)
 
 
 def all_gather_v(x: Tensor, group: Group, sizes: Sequence[int]) -> Tensor:
@@ -319,10 +313,10 @@ def _all_to_all_v(
     if group.size == 1:
         return Pending(x)
     _count_pieces(op, group, x, send)
-    wire, dtype = _wire(x), x.dtype
+    wire, dtype = wire(x), x.dtype
     out = wire.new_empty((sum(receive), *wire.shape[1:]))
     work = dist.all_to_all_single(out, wire, list(receive), list(send), group.pg, async_op)
-    return Pending(out, work, lambda out: _unwire(out, dtype), keep=wire)
+    return Pending(out, work, lambda out: unwire(out, dtype), keep=wire)
 
 
 def _all_to_all(x: Tensor, group: Group, async_op: bool) -> Pending:
@@ -368,11 +362,11 @@ def _broadcast(x: Tensor, group: Group, src: int, async_op: bool) -> Pending:
         return Pending(x)
     num_bytes = x.numel() * x.element_size()
     _count_even(op, group, num_bytes, num_bytes if src == group.rank else 0)
-    wire = _wire(x)
+    wire = wire(x)
     work = dist.broadcast(wire, group.ranks[src], group.pg, async_op)
     if x.is_contiguous():
         return Pending(x, work, keep=wire)
-    return Pending(wire, work, lambda wire: x.copy_(_unwire(wire, x.dtype)))
+    return Pending(wire, work, lambda wire: x.copy_(unwire(wire, x.dtype)))
 
 
 def broadcast(x: Tensor, group: Group, src: int = 0) -> Tensor:

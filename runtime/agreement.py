@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..comm.collectives import all_gather, all_gather_v
+from ..comm.collectives import all_gather_ints, all_gather_v
 from ..comm.dp_attention import Padding, choose_padding
 from ..parallel.context import interleave, zigzag
 from ..parallel.groups import Groups
@@ -34,17 +34,17 @@ class Agreement:
 
     def numbers(self, value: int) -> tuple[int, ...]:
         """``value`` of every row owner, in order. Collective over the row owners."""
-        return tuple(self._exchange([value])[:, 0].tolist())
+        return tuple(row[0] for row in self._exchange([value]))
 
     def shapes(self, num_rows: int, num_requests: int, has_prefill: bool) -> Shapes:
         """The shapes of the next forward, from every row owner's own. Collective over the row owners."""
         table = self._exchange([num_rows, num_requests, int(has_prefill)])
-        rows, per_dp = tuple(table[:, 0].tolist()), table[:: self._groups.attn_cp.size, 1]
-        return Shapes(rows, tuple(per_dp.tolist()), choose_padding(rows, bool(table[:, 2].any())))
+        rows = tuple(row[0] for row in table)
+        requests = tuple(row[1] for row in table[:: self._groups.attn_cp.size])
+        return Shapes(rows, requests, choose_padding(rows, any(row[2] for row in table)))
 
-    def _exchange(self, row: list[int]) -> torch.Tensor:
-        sent = torch.tensor([row], dtype=torch.int64, device=self._device)
-        return all_gather(sent, self._groups.attn_rows).cpu()
+    def _exchange(self, row: list[int]) -> list[list[int]]:
+        return all_gather_ints(row, self._groups.attn_rows, self._device)
 
     def collect(self, table: torch.Tensor, requests: Sequence[int]) -> torch.Tensor:
         """The rows [sum R, ...] of all DP ranks' ``table`` [R, ...], on ranks of the deciding column.
