@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..parallel.groups import Group
-from .wire import ARITHMETIC, unwire, wire
+from .wire import ARITHMETIC, from_wire, to_wire
 
 # Newer torch renamed the tensor forms and warns about the old names; older torch has only those.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -240,7 +240,7 @@ def _all_gather(x: Tensor, group: Group, dim: int, async_op: bool) -> Pending:
         return Pending(x)
     num_bytes = x.numel() * x.element_size()
     _count_even(op, group, num_bytes, num_bytes)
-    wire, dim, dtype = wire(x), dim % x.dim(), x.dtype
+    wire, dim, dtype = to_wire(x), dim % x.dim(), x.dtype
     if _native(x):
         out = wire.new_empty((group.size * wire.shape[0], *wire.shape[1:]))
         work, keep = _all_gather_single(out, wire, group.pg, async_op), wire
@@ -248,7 +248,7 @@ def _all_gather(x: Tensor, group: Group, dim: int, async_op: bool) -> Pending:
         out, work, keep = _to_everyone(wire, group, [x.shape[0]] * group.size, async_op)
 
     def finish(out: Tensor) -> Tensor:
-        out = unwire(out, dtype)
+        out = from_wire(out, dtype)
         if dim == 0:
             return out
         return out.view(group.size, *x.shape).movedim(0, dim).flatten(dim, dim + 1).contiguous()
@@ -283,9 +283,9 @@ def _all_gather_v(x: Tensor, group: Group, sizes: Sequence[int], async_op: bool)
         return Pending(x)
     num_bytes = x.numel() * x.element_size()
     _count_even(op, group, num_bytes, num_bytes)
-    wire, dtype = wire(x), x.dtype
+    wire, dtype = to_wire(x), x.dtype
     out, work, keep = _to_everyone(wire, group, sizes, async_op)
-    return Pending(out, work, lambda out: unwire(out, dtype), keep)
+    return Pending(out, work, lambda out: from_wire(out, dtype), keep)
 
 
 def all_gather_v(x: Tensor, group: Group, sizes: Sequence[int]) -> Tensor:
@@ -313,10 +313,10 @@ def _all_to_all_v(
     if group.size == 1:
         return Pending(x)
     _count_pieces(op, group, x, send)
-    wire, dtype = wire(x), x.dtype
+    wire, dtype = to_wire(x), x.dtype
     out = wire.new_empty((sum(receive), *wire.shape[1:]))
     work = dist.all_to_all_single(out, wire, list(receive), list(send), group.pg, async_op)
-    return Pending(out, work, lambda out: unwire(out, dtype), keep=wire)
+    return Pending(out, work, lambda out: from_wire(out, dtype), keep=wire)
 
 
 def _all_to_all(x: Tensor, group: Group, async_op: bool) -> Pending:
@@ -362,11 +362,11 @@ def _broadcast(x: Tensor, group: Group, src: int, async_op: bool) -> Pending:
         return Pending(x)
     num_bytes = x.numel() * x.element_size()
     _count_even(op, group, num_bytes, num_bytes if src == group.rank else 0)
-    wire = wire(x)
+    wire = to_wire(x)
     work = dist.broadcast(wire, group.ranks[src], group.pg, async_op)
     if x.is_contiguous():
         return Pending(x, work, keep=wire)
-    return Pending(wire, work, lambda wire: x.copy_(unwire(wire, x.dtype)))
+    return Pending(wire, work, lambda wire: x.copy_(from_wire(wire, x.dtype)))
 
 
 def broadcast(x: Tensor, group: Group, src: int = 0) -> Tensor:

@@ -11,12 +11,12 @@ ARITHMETIC = frozenset(
 _TRAVELS_AS_IS = ARITHMETIC | {torch.bool}
 
 
-def wire(x: Tensor) -> Tensor:
+def to_wire(x: Tensor) -> Tensor:
     """``x`` contiguous, in a format every backend moves: [..., itemsize] bytes where it would refuse the dtype."""
     x = x.contiguous()
     return x if x.dtype in _TRAVELS_AS_IS else x.unsqueeze(-1).view(torch.uint8)
 
 
-def unwire(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The inverse of :func:`wire`, back in ``dtype``."""
+def from_wire(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse of :func:`to_wire`, back in ``dtype``."""
     return x if x.dtype == dtype else x.view(dtype).squeeze(-1)
