@@ -45,36 +45,42 @@ class AtOnce:
 
 
 class Timed:
-    """Requests come at ``times`` (ascending seconds after the first question) by the clock of the first rank."""
+    """Requests come at ``times`` (ascending seconds after the first question) by the clock of the first rank, which
+    tells ``on_come`` the index of each and the clock when it came."""
 
     def __init__(
         self,
         times: Sequence[float],
         world: Group,
+        device: torch.device,
+        on_come: Callable[[int, float], None] = lambda index, at: None,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._times, self._world, self._clock, self._sleep = np.asarray(times), world, clock, sleep
+        self._times, self._world, self._device, self._on_come = np.asarray(times), world, device, on_come
+        self._clock, self._sleep = clock, sleep
         self._start: float | None = None
         self._count = 0
 
     def count(self, is_idle: bool) -> int:
         """See :class:`Arrivals`."""
+        before = self._count
         if self._world.rank == 0:
             self._count = self._look(is_idle)
-        told = torch.tensor([self._count], dtype=torch.int64)
+            for index in range(before, self._count):
+                self._on_come(index, self._came_at(index))
+        told = torch.tensor([self._count], dtype=torch.int64, device=self._device)
         self._count = int(broadcast(told, self._world).item())
         return self._count
 
-    def came_at(self, index: int) -> float:
-        """The clock when request ``index`` came; on the first rank, after the first question."""
+    def _came_at(self, index: int) -> float:
         return self._start + float(self._times[index])
 
     def _look(self, is_idle: bool) -> int:
         if self._start is None:
             self._start = self._clock()
         if is_idle and self._count < len(self._times):
-            wait = self.came_at(self._count) - self._clock()
+            wait = self._came_at(self._count) - self._clock()
             if wait > 0:
                 self._sleep(wait)
             return max(self._due(), self._count + 1)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
+from .arrivals import Arrivals, AtOnce
 from .detokenize import TextTracker
 from .inputs import Inputs, refused_output
 from .request import Request, RequestOutput, TokenEvent, TokenLogprob, validate_request
@@ -35,12 +36,22 @@ class StepEngine(Protocol):
         ...
 
 
-def admit(inputs: Inputs, text: TextTracker, vocab_size: int, max_context: int) -> Inputs:
-    """Sort out the requests the engine could not run; the text of the others is started. First rank only."""
+def admit(
+    inputs: Inputs,
+    text: TextTracker,
+    vocab_size: int,
+    max_context: int,
+    check: Callable[[Request], None] = lambda request: None,
+) -> Inputs:
+    """Sort out the requests the engine could not run; the text of the others is started. First rank only.
+
+    ``check`` raises ``ValueError`` for a request that the engine has no room for.
+    """
     good, refused = [], list(inputs.refused)
     for request in inputs.requests:
         try:
             validate_request(request, vocab_size, max_context)
+            check(request)
             text.add(request.request_id, request.params)
         except ValueError as error:
             refused.append(refused_output(request.request_id, str(error), request.prompt_ids))
@@ -49,17 +60,24 @@ def admit(inputs: Inputs, text: TextTracker, vocab_size: int, max_context: int) 
     return Inputs(tuple(good), tuple(refused), inputs.order)
 
 
-def drive(engine: StepEngine, requests: Sequence[Request], text: TextTracker | None) -> Iterator[TokenEvent]:
+def drive(
+    engine: StepEngine, requests: Sequence[Request], text: TextTracker | None, arrivals: Arrivals | None = None
+) -> Iterator[TokenEvent]:
     """Run ``requests`` to their ends and yield what each step brings, with the text that became certain.
 
+    They are handed to the engine in order, as ``arrivals`` says, or all at once.
     Collective over the engine's ranks. ``text`` is ``None`` on ranks that do not decide; they yield events too, but
     without text. Whoever leaves early does so on every rank at the same event; unfinished requests are then aborted.
     """
     unfinished = {request.request_id: None for request in requests}
     try:
-        for request in requests:
-            engine.add(request)
-        while engine.has_work():
+        arrivals, added = AtOnce(len(requests)) if arrivals is None else arrivals, 0
+        while added < len(requests) or engine.has_work():
+            if added < len(requests):
+                come = arrivals.count(not engine.has_work())
+                for request in requests[added:come]:
+                    engine.add(request)
+                added = come
             for event in engine.step():
                 finished = event.finish_reason is not None
                 if finished:
@@ -87,12 +105,17 @@ class _Growing:
 
 
 class Collector:
-    """Adds events up to results."""
+    """Adds events up to results. Times count from the moment it is made, or from :meth:`came`."""
 
     def __init__(self, requests: Iterable[Request], clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         now = clock()
         self._growing = {request.request_id: _Growing(request, now) for request in requests}
+
+    def came(self, request_id: str, at: float) -> None:
+        """A request came later, ``at`` that time of the clock."""
+        if request_id in self._growing:
+            self._growing[request_id].start = at
 
     def push(self, event: TokenEvent) -> RequestOutput | None:
         """Add an event; the result if it was the last one of its request."""

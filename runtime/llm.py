@@ -81,7 +81,8 @@ class LLM:
         def prepare() -> None:
             nonlocal inputs
             built = self._requests(prompts, params)
-            inputs = admit(built, session.text, session.vocab_size, session.max_context)
+            sizes = (session.vocab_size, session.max_context, session.engine.check_fits)
+            inputs = admit(built, session.text, *sizes)
 
         from_first(prepare, session.world)
         requests = share_requests(inputs.requests, session.world)

@@ -7,6 +7,8 @@ import pathlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from ..parallel.groups import Group, Groups
 from ..parallel.launch import Process, detect, init
 from ..parallel.topology import Topology
@@ -101,6 +103,11 @@ class Session:
     def world(self) -> Group:
         """All ranks of the job."""
         return self.groups.world
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self.process.device
 
     @property
     def vocab_size(self) -> int:

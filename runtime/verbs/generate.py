@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator
 from typing import TextIO
 
+from ..arrivals import Timed, poisson_times
 from ..cli import running
 from ..drive import Collector, admit, drive, in_order
 from ..inputs import Inputs, requests_from_file, requests_from_prompts
@@ -39,6 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times")
     source.add_argument("--input", metavar="FILE.jsonl", help="one request a line")
     parser.add_argument("--output", metavar="FILE.jsonl", help="one result a line, as requests finish")
+    parser.add_argument(
+        "--arrival-rate", type=float, metavar="X", help="requests come like Poisson traffic, X a second (seed: --seed)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object (outputs, summary) instead of text")
     _add_sampling_flags(parser)
     add_chunk_size(parser)
@@ -98,21 +102,23 @@ def run(args: argparse.Namespace) -> int:
 
         def prepare() -> None:
             nonlocal inputs, sink
-            inputs = admit(_read(args, session, params), session.text, session.vocab_size, session.max_context)
+            sizes = (session.vocab_size, session.max_context, session.engine.check_fits)
+            inputs = admit(_read(args, session, params), session.text, *sizes)
             if args.output:
                 sink = stack.enter_context(open(args.output, "w", encoding="utf-8"))
 
         from_first(prepare, session.world)
         requests = share_requests(inputs.requests, session.world)
+        times = None if args.arrival_rate is None else poisson_times(len(requests), args.arrival_rate, args.seed)
         with running():
             session.warm_up()
             if not session.is_first:
-                for _ in drive(session.engine, requests, None):
+                for _ in drive(session.engine, requests, None, times and Timed(times, session.world, session.device)):
                     pass
                 return 0
             printer = Printer(sink, as_json=args.json, alone=len(requests) + len(inputs.refused) == 1)
             start = time.perf_counter()
-            outputs = _finish(session, inputs, printer)
+            outputs = _finish(session, inputs, printer, times)
             printer.close(in_order(outputs, inputs.order), time.perf_counter() - start)
     return 0
 
@@ -123,13 +129,18 @@ def _read(args: argparse.Namespace, session: Session, params: SamplingParams) ->
     return requests_from_file(args.input, params, session.encode)
 
 
-def _finish(session: Session, inputs: Inputs, printer: Printer) -> list[RequestOutput]:
-    """Run all requests on the first rank, showing what comes; the results as they finished."""
+def _finish(session: Session, inputs: Inputs, printer: Printer, times: list[float] | None) -> list[RequestOutput]:
+    """Run all requests on the first rank, as they come, showing what comes back; the results as they finished."""
     outputs = list(inputs.refused)
     for output in outputs:
         printer.finished(output)
     collector = Collector(inputs.requests)
-    driven = contextlib.closing(drive(session.engine, inputs.requests, session.text))
+
+    def on_come(index: int, at: float) -> None:
+        collector.came(inputs.requests[index].request_id, at)
+
+    arrivals = times and Timed(times, session.world, session.device, on_come)
+    driven = contextlib.closing(drive(session.engine, inputs.requests, session.text, arrivals))
     with _bar(len(inputs.requests), printer.alone) as bar, driven as events:
         for event in events:
             printer.streamed(event.text)
