@@ -127,7 +127,7 @@ def table_from_json(data: dict[str, Any]) -> SpsTable:
     if all(key in data for key in ADDITIVE_KEYS):
         curves = [_array(key, data[key]) for key in ADDITIVE_KEYS[1:]]
         plain = _array("plain_seconds", data["plain_seconds"]) if "plain_seconds" in data else None
-        return AdditiveTable(float(data["bias_seconds"]), *curves, plain)
+        return AdditiveTable(float(_array("bias_seconds", data["bias_seconds"], ndim=0)), *curves, plain)
     for tokens, speed in STAIRCASE_KEYS:
         if tokens in data and speed in data:
             return StaircaseTable(_array(tokens, data[tokens]), _array(speed, data[speed]))
@@ -208,18 +208,22 @@ def _samples(rows: Sequence[int], seconds: Sequence[float]) -> tuple[np.ndarray,
     return counts, times
 
 
-def _array(name: str, values: Any) -> np.ndarray:
+def _array(name: str, values: Any, ndim: int = 1) -> np.ndarray:
+    kind = "a list of numbers" if ndim else "a number"
     try:
-        return np.asarray(values, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{name} is not a list of numbers") from error
+        array = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name} is not {kind}") from error
+    if array.ndim != ndim:
+        raise ValueError(f"{name} is not {kind}")
+    return array
 
 
 def _check_curve(x_name: str, x: np.ndarray, y_name: str, y: np.ndarray, above: float | None = None) -> None:
     if x.ndim != 1 or x.shape != y.shape or x.size == 0:
         raise ValueError(f"{x_name} and {y_name} must be lists of one length, got {x.shape} and {y.shape}")
-    if not (np.diff(x) > 0).all():
-        raise ValueError(f"{x_name} must rise strictly, got {x.tolist()}")
+    if not np.isfinite(x).all() or not (np.diff(x) > 0).all():
+        raise ValueError(f"{x_name} must be finite and rise strictly, got {x.tolist()}")
     if not np.isfinite(y).all() or (y.min() < 0 if above is None else y.min() <= above):
         raise ValueError(
             f"{y_name} must be finite and {'not negative' if above is None else 'positive'}, got {y.tolist()}"

@@ -10,6 +10,7 @@ Samples come from blocks that were verified whole, with temperatures 1. Shapes: 
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,10 +125,9 @@ def load_temperatures(path: str | Path, gamma: int) -> np.ndarray:
         raise ValueError(
             f"{path}: {len(values)} temperatures for blocks of {gamma} drafts; calibrate with --gamma {gamma}"
         )
-    temperatures = np.asarray(values, dtype=np.float64)
-    if not (np.isfinite(temperatures) & (temperatures > 0)).all():
+    if not all(0 < v <= sys.float_info.max for v in values):
         raise ValueError(f"{path}: temperatures must be positive and finite, got {values}")
-    return temperatures
+    return np.asarray(values, dtype=np.float64)
 
 
 def report(

@@ -63,6 +63,14 @@ def test_tables_survive_their_file(oracle, tmp_path):
         ({"batch_tokens": [1, 2], "steps_per_sec": [1, float("nan")]}, "positive"),
         ({"batch_tokens": [], "steps_per_sec": []}, "one length"),
         ({"batch_tokens": ["x"], "steps_per_sec": [1]}, "batch_tokens is not a list of numbers"),
+        ({"batch_tokens": 1, "steps_per_sec": 1}, "batch_tokens is not a list of numbers"),
+        ({"batch_tokens": [10**400], "steps_per_sec": [1]}, "batch_tokens is not a list of numbers"),
+        ({"batch_tokens": [1, float("inf")], "steps_per_sec": [1, 1]}, "finite and rise strictly"),
+        ({"batch_tokens": [float("nan")], "steps_per_sec": [1]}, "finite and rise strictly"),
+        (
+            {"bias_seconds": [1], "bs_probes": [1], "alpha_seconds": [0], "m_probes": [1], "theta_seconds": [0]},
+            "bias_seconds is not a number",
+        ),
         (
             {"bias_seconds": 0, "bs_probes": [1], "alpha_seconds": [0], "m_probes": [1], "theta_seconds": [0]},
             "steps take time",

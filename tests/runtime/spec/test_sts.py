@@ -98,7 +98,18 @@ def test_fit_file(samples, tmp_path):
     assert (sts.load_temperatures(tmp_path / "sts.json", 5) == fit.temperatures).all()
     with pytest.raises(ValueError, match="5 temperatures for blocks of 4"):
         sts.load_temperatures(tmp_path / "sts.json", 4)
-    for bad in ('{"temperatures": [1, 0]}', '{"temperatures": [1, "2"]}', '{"temperatures": 1}', "[]", "{", "{}"):
+    huge = '{"temperatures": [1, 1' + 400 * "0" + "]}"
+    for bad in (
+        huge,
+        '{"temperatures": [1, Infinity]}',
+        '{"temperatures": [1, NaN]}',
+        '{"temperatures": [1, 0]}',
+        '{"temperatures": [1, "2"]}',
+        '{"temperatures": 1}',
+        "[]",
+        "{",
+        "{}",
+    ):
         (tmp_path / "bad.json").write_text(bad)
         with pytest.raises(ValueError, match="bad.json"):
             sts.load_temperatures(tmp_path / "bad.json", 2)
