@@ -16,6 +16,9 @@ from .draft_heads import ConfidenceHead, MarkovHead
 MAX_TABLE_BYTES = 32 << 20
 """The largest table of biases [V, V] that is made; beyond it, reading its rows is no faster than the product."""
 
+MIN_TEMPERATURE = 1e-30
+"""Below it the law is the same, all mass on the highest logit, but its reciprocal overflows float32."""
+
 
 class HostDraftBlock(NamedTuple):
     """What the heads made of B blocks."""
@@ -117,7 +120,7 @@ class HostHeads:
 def _sample(logits: np.ndarray, temperatures: np.ndarray, uniforms: np.ndarray, probs: np.ndarray) -> np.ndarray:
     """Tokens [B] at ``temperatures`` [B] by inverse CDF; their laws are written to ``probs`` [B, V] float64."""
     greedy = temperatures == 0
-    scale = (1.0 / np.where(greedy, 1.0, temperatures)).astype(logits.dtype)
+    scale = (1.0 / np.where(greedy, 1.0, np.maximum(temperatures, MIN_TEMPERATURE))).astype(logits.dtype)
     logits = logits - logits.max(axis=1, keepdims=True)
     logits *= scale[:, None]
     masses = np.exp(logits).astype(np.float64)

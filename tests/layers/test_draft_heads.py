@@ -137,6 +137,16 @@ def test_host_form_draws_the_same_blocks(oracle):
         assert (both.probs[::2] == np.eye(base.shape[2])[both.tokens[::2]]).all()
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("temperature", [5e-324, 1e-310, 1e-39, 1e-20])
+def test_the_lowest_temperatures_are_greedy(temperature):
+    base = np.random.default_rng(0).normal(size=(2, 3, 7)).astype(np.float32) * 30
+    anchors, hidden = np.array([1, 2]), np.zeros((2, 3, 4), np.float32)
+    block = HostHeads(None, None).draw_block(base, hidden, anchors, np.full(2, temperature), np.full((2, 3), 0.5))
+    assert (block.tokens == base.argmax(-1)).all()
+    assert (block.probs == np.eye(7)[block.tokens]).all()
+
+
 def test_without_a_markov_head_places_are_independent():
     base = torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(0))
     hidden, anchors = torch.zeros(2, 3, 4), torch.tensor([1, 2])
