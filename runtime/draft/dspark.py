@@ -134,12 +134,12 @@ class DSparkDrafter:
         hidden, base_logits = self.forward(requests)
         if noise is None:
             return None
-        hidden, base_logits = (x[:, : self.gamma].float().cpu().numpy() for x in (hidden, base_logits))
+        hidden, base_logits = (x.float().cpu().numpy() for x in (hidden, base_logits))
         return self._heads.draw_block(base_logits, hidden, np.array(requests.anchors), *noise)
 
     @torch.inference_mode()
     def forward(self, requests: DraftRequests) -> tuple[torch.Tensor, torch.Tensor]:
-        """The block's states before the final norm [R, b, D] and its base logits [R, b, V], row k for draft k + 1."""
+        """The block's states before the final norm [R, γ, D] and its base logits [R, γ, V], row k for draft k + 1."""
         num_requests, skipped = len(requests.slots), 0 if self._draft.sample_from_anchor else 1
         width = self._draft.block_size + skipped
         rows = np.empty((5, num_requests * width), np.int64)
@@ -158,7 +158,8 @@ class DSparkDrafter:
         streams = self._target.embed(tokens).unsqueeze(1).repeat(1, self._num_streams, 1)
         for block, cache in zip(self._blocks, self._cache.layers):
             streams = drain(block.stages(streams, ids_of_all, cache, plan, exchange, ignore))
-        hidden = self._hyper_head(streams)
+        drafted = streams.unflatten(0, (num_requests, width))[:, skipped : skipped + self.gamma]
+        hidden = self._hyper_head(drafted.flatten(0, 1))
         logits = self._target.head(self._norm(hidden))
-        shape = (num_requests, width)
-        return hidden.unflatten(0, shape)[:, skipped:], logits.unflatten(0, shape)[:, skipped:]
+        shape = (num_requests, self.gamma)
+        return hidden.unflatten(0, shape), logits.unflatten(0, shape)
