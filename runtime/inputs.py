@@ -99,6 +99,8 @@ def _request_id(fields: dict[str, Any], default: str) -> str:
         value = str(value)
     if not isinstance(value, str) or not 1 <= len(value) <= MAX_ID_CHARS:
         raise ValueError(f"id is {str(value)[:40]!r}; allowed: a number or a text of 1 to {MAX_ID_CHARS} characters")
+    if any(0xD800 <= ord(char) <= 0xDFFF for char in value):  # no file could name it in a result
+        raise ValueError(f"id is {value[:40]!r}, which is no valid Unicode")
     return value
 
 
@@ -131,6 +133,20 @@ def _lines(path: str | pathlib.Path) -> Iterator[tuple[int, str]]:
             yield number, raw.decode("utf-8", errors="surrogateescape")
     if not found:
         raise ValueError(f"{path} has no lines")
+
+
+def check_output(option: str, path: str, inputs: Iterable[str]) -> None:
+    """Raise ``ValueError`` if ``path``, given as ``option``, is no place for a file or one of the ``inputs``.
+
+    Meant for before the long work, not after it.
+    """
+    target = pathlib.Path(path)
+    if not path or target.is_dir():
+        raise ValueError(f"{option} {path!r} is a folder, or nothing; give the name of a file")
+    if not target.resolve().parent.is_dir():
+        raise ValueError(f"{option} {path}: there is no folder {target.resolve().parent}")
+    if target.exists() and any(pathlib.Path(source).exists() and target.samefile(source) for source in inputs):
+        raise ValueError(f"{option} {path} is also an input, which would be lost; give another name")
 
 
 def sequences_from_file(path: str | pathlib.Path, vocab_size: int, max_length: int) -> list[list[int]]:
@@ -175,4 +191,6 @@ def _safetensors_rows(path: pathlib.Path) -> list[list[int]]:
         raise ValueError(f"{path} is no safetensors file: {error}") from None
     if ids.ndim != 2 or ids.dtype != "int64":
         raise ValueError(f"input_ids of {path} is {ids.dtype} {list(ids.shape)}; int64 [B, L] is expected")
+    if not len(ids):
+        raise ValueError(f"input_ids of {path} is {list(ids.shape)}: it has no rows")
     return ids.tolist()

@@ -126,9 +126,12 @@ class Session:
         return self.tokenizer.encode(text)
 
     def warm_up(self) -> None:
-        """Run a few tokens, so that kernels are compiled before anything is timed. Collective over the job."""
+        """Run a few tokens, so that kernels are compiled before anything is timed. Collective over the job.
+
+        Their request has the one id that no user's can have.
+        """
         num_prompt = min(8, self.max_context - 1)
-        request = Request("warm-up", (0,) * num_prompt, SamplingParams(max_new_tokens=3, ignore_eos=True))
+        request = Request("", (0,) * num_prompt, SamplingParams(max_new_tokens=3, ignore_eos=True))
         if self.text is not None:
             self.text.add(request.request_id, request.params)
         for _ in drive(self.engine, [request], self.text):

@@ -7,7 +7,7 @@ Examples:
 
 A line of --input is an object with "prompt" or "token_ids", optionally "id", and the sampling options under their
 names with underscores ("max_new_tokens", "temperature", "seed", "stop", "stop_token_ids", ...). A request that cannot
-run comes back with finish_reason "error" and the reason; the others run.
+run comes back with finish_reason "error" and the reason; the others run. The status is 2 if none could.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from collections.abc import Iterator
 from typing import TextIO
 
 from ..arrivals import Timed, poisson_times
-from ..cli import running
+from ..cli import EXIT_OK, EXIT_USAGE, running
 from ..drive import Collector, admit, drive, in_order
-from ..inputs import Inputs, requests_from_file, requests_from_prompts
+from ..inputs import Inputs, check_output, requests_from_file, requests_from_prompts
 from ..progress import Progress, shown, silent
 from ..report import Summary, output_to_json
 from ..request import RequestOutput, SamplingParams
@@ -74,7 +74,10 @@ def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 
 def _bias(text: str) -> tuple[int, float]:
     token, _, value = text.partition("=")
-    return int(token), float(value)
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ID=X; example: 17=-2.5") from None
 
 
 def run(args: argparse.Namespace) -> int:
@@ -104,7 +107,8 @@ def run(args: argparse.Namespace) -> int:
             nonlocal inputs, sink
             sizes = (session.vocab_size, session.max_context, session.engine.check_fits)
             inputs = admit(_read(args, session, params), session.text, *sizes)
-            if args.output:
+            if args.output is not None:
+                check_output("--output", args.output, [args.input] if args.input else [])
                 sink = stack.enter_context(open(args.output, "w", encoding="utf-8"))
 
         from_first(prepare, session.world)
@@ -115,12 +119,12 @@ def run(args: argparse.Namespace) -> int:
             if not session.is_first:
                 for _ in drive(session.engine, requests, None, times and Timed(times, session.world, session.device)):
                     pass
-                return 0
+                return EXIT_OK if requests else EXIT_USAGE
             printer = Printer(sink, as_json=args.json, alone=len(requests) + len(inputs.refused) == 1)
             start = time.perf_counter()
             outputs = _finish(session, inputs, printer, times)
             printer.close(in_order(outputs, inputs.order), time.perf_counter() - start)
-    return 0
+    return EXIT_OK if requests else EXIT_USAGE
 
 
 def _read(args: argparse.Namespace, session: Session, params: SamplingParams) -> Inputs:

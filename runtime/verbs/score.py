@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ..cli import running
-from ..inputs import sequences_from_file
+from ..inputs import check_output, sequences_from_file
 from ..logits_file import LogitsFile
 from ..progress import Progress, shown
 from ..score import score
@@ -67,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
         def prepare() -> None:
             nonlocal sequences, file
             sequences = sequences_from_file(args.input, session.vocab_size, session.max_context)
-            if args.save_logits:
+            if args.save_logits is not None:
+                check_output("--save-logits", args.save_logits, [args.input])
                 lengths = [len(sequence) for sequence in sequences]
                 file = stack.enter_context(LogitsFile(args.save_logits, lengths, session.vocab_size))
 

@@ -140,6 +140,43 @@ def test_an_id_used_twice_is_refused(tmp_path, capsys):
     assert "line 3: the id '1' was used before" in outputs[0]["error"]
 
 
+def test_ids_of_any_text_and_none_that_is_no_text(generate):
+    body = {"prompt": GOLDEN[0]["prompt"], "max_new_tokens": 2, "ignore_eos": True}
+    odd = ("warm-up", "0", "\u00e9\n\t", "x" * 256)
+    results = generate([{"id": name, **body} for name in odd] + ['{"id": "\\ud800", "prompt": "x"}'])
+    for name in odd:
+        assert results[name]["token_ids"] == GOLDEN[0]["output_ids"][:2]
+    assert "line 5: id is '\\ud800', which is no valid Unicode" in results["4"]["error"]
+
+
+def test_no_request_that_could_run_is_status_2(tmp_path, capsys):
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"id": "a", "token_ids": []}\n{"id": "b", "token_ids": [1536]}\n')
+    assert main(["generate", "--input", str(source), "--json"]) == 2
+    captured = capsys.readouterr()
+    assert [o["finish_reason"] for o in json.loads(captured.out)["outputs"]] == ["error", "error"]
+    assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize("verb", ["generate", "score"])
+def test_outputs_never_overwrite_inputs(verb, tmp_path, capsys):
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"token_ids": [0, 5]}\n')
+    (tmp_path / "link.jsonl").symlink_to(source)
+    option = {"generate": "--output", "score": "--save-logits"}[verb]
+    for target, message in [
+        (str(source), "is also an input"),
+        (str(tmp_path / "link.jsonl"), "is also an input"),
+        (str(tmp_path), "is a folder"),
+        ("", "give the name of a file"),
+        (str(tmp_path / "no" / "x"), "there is no folder"),
+    ]:
+        assert main([verb, "--input", str(source), option, target]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == "" and f"error: {option} " in captured.err and message in captured.err
+    assert source.read_text() == '{"token_ids": [0, 5]}\n'
+
+
 def test_sampled_requests_do_not_depend_on_their_company(generate):
     lines = [
         {"id": f"r{i}", "prompt": item["prompt"], "max_new_tokens": 12, "temperature": 1.0, "top_p": 0.95}

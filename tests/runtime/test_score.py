@@ -139,6 +139,7 @@ def test_tensors_of_another_shape_are_refused(tmp_path, capsys):
     for tensors, message in [
         ({"input_ids": torch.zeros(3, dtype=torch.int64)}, "int64 [3]; int64 [B, L] is expected"),
         ({"input_ids": torch.zeros(2, 3, dtype=torch.int32)}, "int32 [2, 3]"),
+        ({"input_ids": torch.zeros(0, 3, dtype=torch.int64)}, "it has no rows"),
         ({"ids": torch.zeros(2, 3, dtype=torch.int64)}, "no tensor input_ids, only ['ids']"),
     ]:
         save_file(tensors, path)
