@@ -83,12 +83,13 @@ def test_attend_over_whole_blocks(twins, scenes, turned, tables, spans, window, 
 @pytest.mark.parametrize("kind", ["all entries", "selected entries"])
 def test_attend_of_some_of_the_rows(twins, scenes, turned, tables, kind):
     """Queries may be any of the step's rows, in any order; the keys are still all of them."""
-    spans = ((0, 3), (17, 1), (8, 9), (30, 5))
+    spans = ((0, 5), (17, 1), (0, 9), (30, 5))
     scene = scenes(seed=8, spans=spans, ring=5)
-    owned = torch.tensor([11, 4, 0, 17, 5])
+    # Rows 3 and 10 look like neighbours: positions 3 and 4 of requests that both start at 0.
+    owned = torch.tensor([17, 3, 10, 4, 5, 14, 16])
     rows = torch.stack(tuple(scene.plan.keys)).numpy()
     plan = build_plan(rows, scene.plan.page_table, (4,), owned=owned.numpy())
-    q = torch.randn(18, 2, 8, generator=torch.Generator().manual_seed(5))
+    q = torch.randn(20, 2, 8, generator=torch.Generator().manual_seed(5))
     weights = {"sinks": torch.zeros(2), "window": 6, "ratio": 4, "rope": tables(4, 64), "scale": 0.4}
     index_q, index_weights = q[..., :6].contiguous(), q[..., 0].contiguous()
     chosen = None
@@ -96,7 +97,7 @@ def test_attend_of_some_of_the_rows(twins, scenes, turned, tables, kind):
         if kind == "selected entries":
             select = kernels.bind("select_entries", ratio=4, top_k=2, scale=1.0)
             chosen = select(index_q[owned], index_weights[owned], scene.cache, plan)
-            whole = torch.full((18, chosen.shape[1]), -1)
+            whole = torch.full((20, chosen.shape[1]), -1)
             whole[owned] = chosen
             for row, scores in dense_scores(scene, spans, index_q, index_weights, 1.0):
                 if row in owned.tolist():
