@@ -67,7 +67,7 @@ def model_of(args: argparse.Namespace) -> tuple[pathlib.Path, ModelConfig]:
 
 
 def open_alone(args: argparse.Namespace, **options: object) -> Session:
-    """A session of one rank without a draft; ``options`` are further :class:`EngineConfig` fields.
+    """A session of one rank, without a draft unless ``options`` has one; they are further :class:`EngineConfig` fields.
 
     Raises ``ValueError`` if a launcher started several ranks: the figures are of one.
     """
@@ -78,9 +78,8 @@ def open_alone(args: argparse.Namespace, **options: object) -> Session:
         model=args.model,
         device=args.device,
         dtype=args.dtype,
-        draft="none",
         deterministic=args.deterministic,
-        **options,
+        **({"draft": "none"} | options),
     )
 
     def make_topology(world: int, nodes: Sequence[int] | None) -> Topology:
@@ -96,7 +95,8 @@ def measured(session: Session) -> str:
     kernels = choose(device, session.engine.cache.layers[0].window.dtype).backend
     name = pathlib.Path(config.model).name
     kind = f"deterministic {kernels}" if config.deterministic else kernels
-    return f"dspark without a draft, {name}, {config.dtype} on {config.device}, {kind} kernels"
+    draft = "without a draft" if config.draft == "none" else f"with the draft {config.draft}"
+    return f"dspark {draft}, {name}, {config.dtype} on {config.device}, {kind} kernels"
 
 
 def prompts_of(args: argparse.Namespace, session: Session, num_random: int) -> Prompts:

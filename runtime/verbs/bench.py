@@ -16,6 +16,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "prefill": ("..bench.prefill", "prefill speed against transformers, peak memory by length"),
     "layouts": ("..bench.layouts", "every layout of ranks gives the tokens of one rank"),
     "traffic": ("..bench.traffic", "bytes of a forward on every axis against the formulas"),
+    "serve": ("..bench.serve", "many requests at once against one by one, latencies, and a long prompt among them"),
     "memory": ("..bench.memory", "memory per token of context against the formula of dspark check"),
 }
 

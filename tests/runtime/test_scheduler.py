@@ -279,13 +279,18 @@ def tiny_engine(groups=None, model=None, **options):
     return Engine(model, NoDraft(), make_cache(model_config, config, CPU, 1, groups.pp), groups, config)
 
 
-def traffic(num_requests, seed=0, longest=60):
+def traffic(num_requests, seed=0, longest=60, shortest=5):
     """Requests that mostly grow over the end of their first page; every third is sampled."""
     dice = random.Random(seed)
     requests = []
     for i in range(num_requests):
         num_new = dice.randrange(10, longest)
-        ids = tuple(dice.randrange(40) for _ in range(dice.choice((dice.randrange(220, 256), dice.randrange(5, 40)))))
+        ids = tuple(
+            dice.randrange(40)
+            for _ in range(
+                dice.choice((dice.randrange(max(shortest, 220), 256), dice.randrange(shortest, max(shortest + 1, 40))))
+            )
+        )
         params = SamplingParams(max_new_tokens=num_new, ignore_eos=True, temperature=0.9 * (i % 3 == 2), logprobs=1)
         requests.append(Request(str(i), ids, params, i))
     return requests
@@ -310,7 +315,7 @@ def run(engine, requests):
 def test_a_storm_of_retractions_changes_no_token():
     """200 requests in a cache for a third of those that run at once: all get the tokens that they get with room for
     all, and greedy ones those of one forward over each alone."""
-    requests = traffic(200, longest=24)
+    requests = traffic(200, longest=24, shortest=238)
     roomy = tiny_engine(max_running=48)
     want, want_logprobs = run(roomy, requests)
     engine = tiny_engine(model=roomy.model, max_running=48, admission="0.0", cache_pages=32)
