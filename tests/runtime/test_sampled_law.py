@@ -2,7 +2,7 @@
 
 The law of whole continuations is too wide to count, so four marginals, the pairs of neighbours and the first two tokens
 together are compared, rare values pooled, each by a chi-square test, with Bonferroni's correction over them.
-``scripts/soak.py sampled`` runs the same tests on ten times as many continuations.
+``scripts/soak_speculation.py sampled`` runs the same tests on ten times as many continuations.
 """
 
 import json

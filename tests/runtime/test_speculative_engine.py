@@ -1,7 +1,7 @@
 """Greedy tokens with a draft are those without one: golden continuations of other code, for every kind of draft.
 
 Drafts that are mostly rejected (made-up weights), always kept (a replay of the continuation), kept to any length (a
-replay with mistakes), and the model's own. ``scripts/soak.py greedy`` runs the whole grid; here is a part of it.
+replay with mistakes), and the model's own. ``scripts/soak_speculation.py greedy`` runs the whole grid, this a part.
 """
 
 import json
