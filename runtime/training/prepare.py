@@ -16,6 +16,7 @@ import torch
 from ...comm.collectives import barrier
 from ...parallel.groups import Group
 from ..checkpoint.folder import read_checkpoint_headers
+from ..checkpoint.names import canonical_name
 from ..model_config import ModelConfig
 from ..progress import ProgressFactory, silent
 from ..share import all_or_none
@@ -56,11 +57,17 @@ class StatesWanted:
     feature: FeatureKind
 
 
-def cache_name(model: pathlib.Path, options: DataOptions, wanted: StatesWanted) -> str:
-    """The name of the cache of these options: a digest of the target's files, the text and everything that matters."""
+def cache_name(model: pathlib.Path, config: ModelConfig, options: DataOptions, wanted: StatesWanted) -> str:
+    """The name of the cache of these options: a digest of the target's files, the text and everything that matters.
+
+    A draft that the checkpoint brings does not: neither its keys nor its shards.
+    """
+    stored = read_checkpoint_headers(model)
+    used = sorted({t.file for name, t in stored.tensors.items() if not canonical_name(name).startswith("mtp.")})
+    target = dataclasses.asdict(dataclasses.replace(config, dspark=None, num_nextn_predict_layers=0))
     facts = dataclasses.asdict(options) | {"text": None}
-    files = [model / "config.json", model / "tokenizer.json", *read_checkpoint_headers(model).files, *options.text]
-    return files_digest(files, facts, list(wanted.layers), wanted.feature)[:32]
+    files = [model / "tokenizer.json", *(stored.files[index] for index in used), *options.text]
+    return files_digest(files, target, facts, list(wanted.layers), wanted.feature)[:32]
 
 
 def text_sequences(options: DataOptions, tokenizer: Tokenizer, eos_token_id: int) -> list[TokenSequence]:
@@ -112,7 +119,7 @@ def prepare(
     Collective over ``group``. Sources of continuations are called after their file and temperature, ``math@0``. Raises
     ``ValueError``, on every rank, for text or options that cannot be used.
     """
-    folder = cache / all_or_none(lambda: cache_name(model, options, wanted), group)
+    folder = cache / all_or_none(lambda: cache_name(model, config, options, wanted), group)
     num_shards = find_shards(folder)
     if num_shards is None:
         all_or_none(lambda: _compute(model, config, tokenizer, options, wanted, folder, device, group, progress), group)

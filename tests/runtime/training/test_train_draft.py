@@ -92,3 +92,13 @@ def test_the_bundled_model_can_be_trained_for_by_default():
     assert options.model == bundled_model()
     assert options.recipe.gamma == 7 and options.recipe.target_layer_ids == (3,) and options.recipe.noise_token_id == 2
     assert options.recipe.num_experts == 8 and options.recipe.top_k == 2
+
+
+def test_the_cache_depends_on_the_target_and_not_on_its_draft(text, cache, tmp_path, capsys):
+    argv = ["--text", str(text), "--cache", str(cache), *FAST, "--held-out", "0.2", "--markov-rank", "8"]
+    assert train_draft.run(parse([*argv, "--output", str(tmp_path / "a")])) == 0
+    assert train_draft.run(parse([*argv, "--output", str(tmp_path / "b"), "--model", str(tmp_path / "a")])) == 0
+    before = sorted(path.name for path in cache.iterdir())
+    longer = [*argv, "--output", str(tmp_path / "c"), "--model", str(tmp_path / "b"), "--method", "dflash"]
+    assert train_draft.run(parse(longer)) == 0
+    assert sorted(path.name for path in cache.iterdir()) == before
