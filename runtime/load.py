@@ -13,7 +13,7 @@ from ..parallel.pipeline import stage_layers
 from .cache import Cache, CacheLayout, pages_within
 from .checkpoint import CheckpointReader
 from .decide import StopStrings
-from .draft import drafter_class
+from .draft import Drafter, drafter_class
 from .draft.base import DraftElsewhere, DraftRoom
 from .engine import Engine
 from .engine_config import EngineConfig
@@ -45,15 +45,21 @@ def load_engine(
     max_verify = 1 + (config.gamma or draft.default_gamma(model_config))
     if max_verify > 1 and not draft.has_confidence(model_config):
         check_untrimmed(config)
-    # A block is stored as wide as it was trained, and the rows before the one that follows it must survive that.
-    num_drafted = 2 * (1 + max(max_verify - 1, draft.max_gamma(model_config)))
-    room = DraftRoom(config.max_running, config.max_context, num_drafted)
+    room = DraftRoom(config.max_running, config.max_context, draft_rows(draft, model_config, max_verify))
     if model.is_last:
         drafter = draft.load(model_config, source, model, groups, kernels, room, config.gamma)
     else:
         drafter = DraftElsewhere(max_verify - 1)
     cache = make_cache(model_config, config, device, max_verify, groups.pp)
     return Engine(model, drafter, cache, groups, config, text)
+
+
+def draft_rows(draft: type[Drafter], model_config: ModelConfig, max_verify: int) -> int:
+    """Rows of a draft's rings beyond its window.
+
+    A block is stored as wide as it was trained, and the rows before the one that follows it must survive that.
+    """
+    return 2 * (1 + max(max_verify - 1, draft.max_gamma(model_config)))
 
 
 def check_untrimmed(config: EngineConfig) -> None:

@@ -27,6 +27,8 @@ from ..cache import CacheLayout
 from ..checkpoint import CheckpointError, Inspection, bundled_model, inspect_checkpoint
 from ..checkpoint.placement import layout_problems, rank_weights
 from ..cli import EXIT_OK, EXIT_USAGE
+from ..draft import drafter_class, own_draft
+from ..load import draft_rows
 from ..model_config import ModelConfig, load_model_config
 from ..models.deepseek_v4 import attention_sizes, draft_stage_sizes
 from .layout import add_layout_flags, topology_from_args
@@ -43,7 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=("auto", *ITEM_SIZES), default="auto", help="type to compute in (auto: float32, as on a CPU)"
     )
-    parser.add_argument("--max-running", type=int, default=1, metavar="N", help="requests in flight (default 1)")
+    parser.add_argument(
+        "--max-running", type=int, default=1, metavar="N", help="requests in flight per DP rank (default 1)"
+    )
     parser.add_argument("--max-context", type=int, metavar="N", help="tokens a request (default: the model's limit)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a report")
     add_layout_flags(parser)
@@ -197,22 +201,21 @@ def memory(
     config: ModelConfig, topology: Topology, itemsize: int, has_draft: bool, num_requests: int, max_context: int
 ) -> dict[str, Any]:
     """Bytes on each rank: weights, rings of a request slot, compressed entries per token, and all of it for
-    ``num_requests`` requests of ``max_context`` tokens."""
-    max_verify = 1
-    if has_draft:
-        max_verify += config.dspark.block_size if config.dspark is not None else config.num_draft_stages
+    ``num_requests`` requests of ``max_context`` tokens on each DP rank of attention, as an engine makes room for."""
+    draft = drafter_class(own_draft(config) if has_draft else "none")
+    max_verify = 1 + draft.default_gamma(config)
     stages = [
         cache_layout(config, layers, max_verify, itemsize) for layers in stage_layers(config.num_layers, topology.pp)
     ]
-    draft_slot = draft_layout(config, max_verify, itemsize).bytes_per_slot if has_draft else 0
+    num_drafted = draft_rows(draft, config, max_verify)
+    draft_slot = draft_layout(config, num_drafted, itemsize).bytes_per_slot if has_draft else 0
     ranks = []
     for rank, weights in enumerate(rank_weights(config, topology, itemsize, with_draft=has_draft)):
         stage = rank // topology.tp
         layout = stages[stage]
         per_slot = layout.bytes_per_slot + (draft_slot if stage == topology.pp - 1 else 0)
         per_request = per_slot + layout.pages_for(max_context) * layout.bytes_per_page
-        # Requests are spread over the data-parallel ranks of attention.
-        cache = -(-num_requests // topology.dp) * per_request
+        cache = num_requests * per_request
         ranks.append(
             {
                 "rank": rank,
@@ -245,7 +248,9 @@ def cache_layout(config: ModelConfig, layers: range, max_verify: int, itemsize: 
     2 m + max_verify rows of 4 (head_dim + index_head_dim) in a CSA layer, m + max_verify rows of 2 head_dim in an HCA
     layer.
     """
-    return CacheLayout(tuple(attention_sizes(config, layer) for layer in layers), max_verify, itemsize)
+    sizes = [attention_sizes(config, layer) for layer in range(config.num_layers)]
+    ratios = CacheLayout(tuple(sizes), max_verify, itemsize).ratios
+    return CacheLayout(tuple(sizes[layers.start : layers.stop]), max_verify, itemsize, model_ratios=ratios)
 
 
 def draft_layout(config: ModelConfig, max_verify: int, itemsize: int) -> CacheLayout:

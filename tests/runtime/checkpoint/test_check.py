@@ -10,6 +10,7 @@ from dspark.layers.kernels import choose
 from dspark.layers.params import Scope
 from dspark.parallel.groups import Groups
 from dspark.parallel.topology import Topology
+from dspark.runtime import LLM
 from dspark.runtime.checkpoint import RandomWeights, expected_tensors
 from dspark.runtime.checkpoint.placement import rank_weights
 from dspark.runtime.cli import main
@@ -38,13 +39,26 @@ def test_the_bundled_model(capsys):
     memory = report["memory"]
     # Two CSA layers at ratio 4 and one HCA layer at ratio 16, head_dim 32, index_head_dim 32.
     assert memory["cache_per_token"] == 4 * (2 * (32 + 32) / 4 + 32 / 16)
-    # Rings reach max_verify rows further than their readers; the draft has one sliding ring of its own.
+    # Rings reach max_verify rows further than their readers; the draft has one sliding ring of its own, for two blocks.
     assert memory["max_verify"] == 8
-    rings = 4 * (64 + 8) * 32 + 2 * (2 * 4 + 8) * 4 * (32 + 32) + (16 + 8) * 2 * 32 + (64 + 8) * 32
+    rings = 4 * (64 + 8) * 32 + 2 * (2 * 4 + 8) * 4 * (32 + 32) + (16 + 8) * 2 * 32 + (64 + 16) * 32
     assert memory["cache_per_request"] == 4 * rings
     for rank in memory["ranks"]:
         assert rank["cache"] == 3 * (4 * rings + 1024 * memory["cache_per_token"])  # 4 pages of 256 tokens
         assert rank["total"] == rank["weights"] + rank["draft_weights"] + rank["cache"]
+
+
+def test_the_cache_is_as_large_as_an_engine_makes_it(capsys):
+    _, report, _ = run_check(capsys, "--max-context", "1000", "--max-running", "3")
+    with LLM(max_context=1000, max_running=3) as llm:
+        engine = llm._session.engine
+        held = 0
+        for cache in (engine.cache, *engine.drafter.caches):
+            layout = cache.layout
+            held += 3 * layout.bytes_per_slot + cache.num_pages * layout.bytes_per_page
+    assert report["memory"]["ranks"][0]["cache"] == held
+    _, spread, _ = run_check(capsys, "--max-context", "1000", "--max-running", "3", "--dp", "2")
+    assert [rank["cache"] for rank in spread["memory"]["ranks"]] == [held, held]
 
 
 class Counting:
