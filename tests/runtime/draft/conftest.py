@@ -4,7 +4,12 @@ import dataclasses
 import functools
 
 import pytest
+import torch
+from dspark.parallel.groups import Groups
 from dspark.runtime.checkpoint import RandomWeights, bundled_model
+from dspark.runtime.draft import own_draft
+from dspark.runtime.engine_config import EngineConfig, resolve
+from dspark.runtime.load import load_engine
 from dspark.runtime.model_config import DSparkConfig, load_model_config
 from dspark.runtime.training.export import dspark_keys, write_bundled
 
@@ -48,3 +53,20 @@ def made_up_draft(tmp_path_factory):
         return folder
 
     return make
+
+
+def load(folder, groups=None, **options):
+    config = resolve(
+        EngineConfig(**{"max_context": 512, "max_running": 3, "chunk_size": 64} | options),
+        model_dir=str(folder),
+        device_type="cpu",
+        max_positions=4096,
+        own_draft=own_draft(load_model_config(folder)),
+    )
+    return load_engine(config, groups or Groups.single(), torch.device("cpu"))
+
+
+@pytest.fixture
+def load_draft():
+    """``load_draft(folder, groups, **options)``: an engine of a checkpoint with its own draft."""
+    return load
