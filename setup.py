@@ -31,6 +31,7 @@ setup(
         "dev": [
             "pytest>=8",
             "pytest-timeout>=2.3",
+            "pytest-xdist>=3.5",
             "hypothesis>=6.100",
             "ruff>=0.6",
             "scipy>=1.11",

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lint, then the tests; arguments go to pytest.
+# Lint, then the tests, two at a time (DSPARK_TEST_WORKERS says how many); arguments go to pytest.
 #
 #   bash scripts/test.sh
 #   bash scripts/test.sh tests/runtime -k sampling
@@ -10,4 +10,4 @@ prepare dev,cpu
 
 cd "$ROOT"
 "$PYTHON" -m ruff check .
-exec "$PYTHON" -m pytest "$@"
+exec "$PYTHON" -m pytest --numprocesses "${DSPARK_TEST_WORKERS:-2}" "$@"
