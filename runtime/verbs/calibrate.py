@@ -21,8 +21,8 @@ from ..bench.picture import check_picture, save_reliability
 from ..bench.table import table
 from ..cli import EXIT_OK, running
 from ..drive import admit, drive
-from ..inputs import Inputs, requests_from_file
-from ..request import SamplingParams
+from ..inputs import Inputs, check_output, requests_from_file
+from ..request import Request, SamplingParams
 from ..session import Session
 from ..share import from_first, share_requests
 from ..spec.schedule import StaticPolicy
@@ -51,8 +51,9 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(
                 f"calibrate needs --dp 1 and --pp 1, not {sizes['dp']} and {sizes['pp']}; use --tp or --cp"
             )
+        requests = read_prompts(session, args, params)
         with running():
-            samples = collect(session, args.input, params)
+            samples = collect(session, requests)
         if not session.is_first:
             return EXIT_OK
         if samples is None:
@@ -68,33 +69,49 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def collect(session: Session, files: list[str], params: SamplingParams) -> CalibrationSamples | None:
-    """Confidence logits and outcomes of every block while ``files`` are decoded, on the first rank.
+def read_prompts(session: Session, args: argparse.Namespace, params: SamplingParams) -> list[Request]:
+    """The prompts of all input files on every rank, with ids of file and line. Collective over the job.
+
+    Raises ``ValueError`` for a line that cannot run, and for an output that cannot be written.
+    """
+    inputs = Inputs()
+
+    def prepare() -> None:
+        nonlocal inputs
+        if args.output is not None:
+            check_output("--output", args.output, args.input)
+        found: list[Request] = []
+        for number, path in enumerate(args.input):
+            read = requests_from_file(path, params, session.encode)
+            if read.refused:
+                raise ValueError(read.refused[0].error)
+            found += [dataclasses.replace(r, request_id=f"{number}/{r.request_id}") for r in read.requests]
+        sizes = (session.vocab_size, session.max_context, session.engine.check_fits)
+        inputs = admit(Inputs(tuple(found)), session.text, *sizes)
+        if inputs.refused:
+            raise ValueError(inputs.refused[0].error)
+
+    from_first(prepare, session.world)
+    return share_requests(inputs.requests, session.world)
+
+
+def collect(session: Session, requests: list[Request]) -> CalibrationSamples | None:
+    """Confidence logits and outcomes of every block while ``requests`` are decoded, on the first rank.
 
     Collective over the job.
     """
     parts: list[CalibrationSamples] = []
 
-    def record(logits: np.ndarray, lens: np.ndarray, accepted: np.ndarray, emitted: np.ndarray) -> None:
+    def record(logits: np.ndarray | None, lens: np.ndarray, accepted: np.ndarray, emitted: np.ndarray) -> None:
+        if logits is None:
+            return
         whole = lens == logits.shape[1]
         parts.append(CalibrationSamples.from_blocks(logits[whole], accepted[whole], emitted[whole]))
 
     session.engine.set_policy(StaticPolicy())
     session.engine.record(record)
-    for number, path in enumerate(files):
-        inputs = Inputs()
-
-        def prepare(path: str = path, number: int = number) -> None:
-            nonlocal inputs
-            read = requests_from_file(path, params, session.encode)
-            if read.refused:
-                raise ValueError(read.refused[0].error)
-            named = [dataclasses.replace(r, request_id=f"{number}/{r.request_id}") for r in read.requests]
-            inputs = admit(Inputs(tuple(named)), session.text, session.vocab_size, session.max_context)
-
-        from_first(prepare, session.world)
-        for _ in drive(session.engine, share_requests(inputs.requests, session.world), session.text):
-            pass
+    for _ in drive(session.engine, requests, session.text):
+        pass
     session.engine.record(None)
     return CalibrationSamples.concatenate(parts) if parts else None
 

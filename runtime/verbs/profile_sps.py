@@ -24,6 +24,7 @@ from ..bench.picture import check_picture, save_lines
 from ..bench.table import table
 from ..cli import EXIT_OK, running
 from ..engine import Engine
+from ..inputs import check_output
 from ..request import Request, SamplingParams
 from ..spec.schedule import FixedPolicy
 from ..spec.sps import fit_additive, save_table
@@ -54,10 +55,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure; collective over all ranks that were started."""
     check_picture(args.picture)
+    if args.output is not None:
+        check_output("--output", args.output, [])
     with open_session(args) as session:
         gamma = session.engine.drafter.gamma
         if gamma == 0:
             raise ValueError("there is no draft whose verification could be measured; use a checkpoint that has one")
+        longest = PROMPT_TOKENS + num_tokens(gamma, args.steps)
+        if longest > session.max_context:
+            raise ValueError(
+                f"--steps {args.steps} makes requests of up to {longest} tokens, but the context limit is "
+                f"{session.max_context}; lower --steps or raise --max-context"
+            )
         with running():
             probes = measure(session.engine, session.config.max_running, gamma, args.steps)
             if session.is_first:
@@ -68,6 +77,11 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def num_tokens(gamma: int, num_steps: int) -> int:
+    """The most tokens that a request may get at one number of requests, so that none ends while steps are timed."""
+    return (gamma + 1) * (NUM_WARM_STEPS + num_steps) * (gamma + 3)
+
+
 def measure(engine: Engine, max_running: int, gamma: int, num_steps: int) -> list[Probe]:
     """Time steps of 1, 2, 4, .. requests with 0, 1, .. γ drafts verified of each. Collective over the job."""
     numbers, vocab_size = random.Random(1), engine.model.config.vocab_size
@@ -75,8 +89,7 @@ def measure(engine: Engine, max_running: int, gamma: int, num_steps: int) -> lis
     probes = []
     count = 1
     while count <= max_running:
-        budget = (gamma + 1) * (NUM_WARM_STEPS + num_steps) * (gamma + 3)
-        params = SamplingParams(max_new_tokens=budget, ignore_eos=True)
+        params = SamplingParams(max_new_tokens=num_tokens(gamma, num_steps), ignore_eos=True)
         ids = [f"probe {count} {i}" for i in range(count * num_dp)]
         for i, name in enumerate(ids):
             prompt = tuple(numbers.randrange(vocab_size) for _ in range(PROMPT_TOKENS))
