@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens of the late prompt; 0 for none (default 4000)",
     )
-    parser.add_argument("--long-chunk", **count, default=64, help="prefill tokens a step in that part (default 64)")
+    parser.add_argument("--long-chunk", **count, default=32, help="prefill tokens a step in that part (default 32)")
     parser.add_argument("--prefix-cache", action="store_true", help="keep prefixes for requests that begin alike")
     parser.add_argument("--draft", default="none", metavar="NAME", help="auto (the checkpoint's own) or none (default)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of lengths and arrivals (default 0)")
