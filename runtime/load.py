@@ -37,7 +37,8 @@ def load_engine(
     """
     model_config = load_model_config(config.model) if model_config is None else model_config
     dtype = getattr(torch, config.dtype)
-    source = OnDevice(CheckpointReader(config.model, model_config, dtype, progress=progress), device)
+    reader = CheckpointReader(config.model, model_config, dtype, progress=progress)
+    source = OnDevice(reader, device)
     kernels, draft = choose(device, dtype, config.deterministic), drafter_class(config.draft)
     taps = draft.tap_layers(model_config)
     sizes = (config.max_context, device, taps, dtype, draft.tap_kind)
@@ -47,6 +48,8 @@ def load_engine(
         check_untrimmed(config)
     room = DraftRoom(config.max_running, config.max_context, draft_rows(draft, model_config, max_verify))
     if model.is_last:
+        if max_verify > 1 and groups.tp.rank == 0:  # the draft uses the target's own
+            reader.check_copies()
         drafter = draft.load(model_config, source, model, groups, kernels, room, config.gamma)
     else:
         drafter = DraftElsewhere(max_verify - 1)
