@@ -305,7 +305,8 @@ def _choose_device(info: LaunchInfo, device: str) -> torch.device:
     # srun and mpirun may show each task only its own GPU; torchrun shows all of them.
     index = 0 if count == 1 and info.launcher in ("slurm", "mpi") else info.local_rank or 0
     if index >= count:
-        raise ValueError(f"local rank {index} has no GPU: {count} visible here; start at most {count} ranks a node")
+        way_out = f"start at most {count} ranks a node" if count else "choose the device cpu"
+        raise ValueError(f"local rank {index} has no GPU: {count} visible here; {way_out}")
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 

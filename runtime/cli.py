@@ -121,7 +121,7 @@ def _overview() -> str:
 def rank_from(environment: Mapping[str, str]) -> int:
     """The rank a launcher gave this process, 0 without a launcher."""
     for name in RANK_VARIABLES:
-        if environment.get(name, "").isdigit():
+        if environment.get(name, "").isdecimal():
             return int(environment[name])
     return 0
 

@@ -74,7 +74,7 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
 def num_bytes(text: str) -> int:
     """An argument that is a number of bytes, with K, M or G for powers of 1024."""
     digits, unit = (text[:-1], text[-1]) if text[-1:] in ("K", "M", "G") else (text, "")
-    if not digits.isdigit():
+    if not digits.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes; examples: 1048576, 512M, 2G")
     return int(digits) * {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}[unit]
 

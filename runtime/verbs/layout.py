@@ -6,12 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from ...parallel.topology import Topology
-
-CP_SPLITS = ("zigzag", "interleave")
-CP_DECODES = ("split", "replicate")
-DISPATCHERS = ("standard", "normal", "low_latency", "auto")
-DISPATCH_BACKENDS = ("auto", "torch", "deep_ep")
-OVERLAPS = ("none", "tbo", "sbo")
+from ..engine_config import CP_DECODES, CP_SPLITS, DISPATCH_BACKENDS, DISPATCHERS, OVERLAP_MODES
 
 
 def _size(text: str) -> int:
@@ -57,7 +52,7 @@ def add_layout_flags(parser: argparse.ArgumentParser) -> None:
         help="how tokens reach their experts: standard moves none; normal, low_latency and auto are all-to-all",
     )
     group.add_argument("--dispatch-backend", choices=DISPATCH_BACKENDS, default="auto", help="who moves them")
-    group.add_argument("--overlap", choices=OVERLAPS, default="none", help="two-batch or single-batch overlap")
+    group.add_argument("--overlap", choices=OVERLAP_MODES, default="none", help="two-batch or single-batch overlap")
     size("--gpus-per-node", default=None, help="ranks of a node (default: from the launcher)")
 
 

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _chunk_sizes(text: str) -> tuple[int, ...]:
-    sizes = tuple(int(part) if part.strip().isdigit() else 0 for part in text.split(","))
+    sizes = tuple(int(part) if part.strip().isdecimal() else 0 for part in text.split(","))
     if min(sizes) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: a number of at least 1, or several with commas, is expected")
     return sizes

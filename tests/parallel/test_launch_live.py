@@ -132,6 +132,9 @@ def test_devices(monkeypatch):
     assert launch._choose_device(infos(8, 1)[3], "auto") == torch.device("cuda", 3)
     with pytest.raises(ValueError, match="local rank 5 has no GPU: 4 visible"):
         launch._choose_device(infos(8, 1)[5], "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match="local rank 0 has no GPU: 0 visible here; choose the device cpu"):
+        launch._choose_device(infos(8, 1)[0], "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert launch._choose_device(infos(8, 1, launcher="slurm")[3], "cuda").index == 0, "srun bound one GPU to the task"
     assert chosen == [3, 0]

@@ -50,6 +50,8 @@ def launch(args, world=None, **options):
         (["profile-sps", "--output", "/nowhere/sps.json"], "--output /nowhere/sps.json: there is no folder /nowhere"),
         (["profile-sps", "--max-context", "60"], "requests of up to 1168 tokens, but the context limit is 60"),
         (["generate", *PROMPT, "--logit-bias", "17"], "'17' is not ID=X"),
+        (["score", "--input", "x.jsonl", "--chunk-size", "5,\u00b2"], "a number of at least 1"),
+        (["generate", *PROMPT, "--cache-bytes", "\u00b2"], "is not a number of bytes"),
         (["score", "--input", "x.jsonl", "--chunk-size", "5,0"], "'5,0': a number of at least 1"),
         (["score", "--input", "x.jsonl", "--chunk-size", "5", "--stepwise"], "not allowed with argument"),
     ],
@@ -99,7 +101,7 @@ def test_an_interrupt_is_status_130(capsys, monkeypatch):
 
 
 def test_the_rank_comes_from_any_launcher():
-    assert rank_from({}) == 0
+    assert rank_from({}) == rank_from({"RANK": "\u00b2"}) == 0
     assert rank_from({"RANK": "3", "SLURM_PROCID": "0"}) == 3
     assert rank_from({"OMPI_COMM_WORLD_RANK": "2"}) == rank_from({"PMI_RANK": "2"}) == 2
     assert rank_from({"SLURM_PROCID": "5"}) == 5
