@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 
 from ..parallel.topology import Topology
@@ -77,7 +78,7 @@ class EngineConfig:
             return EXPECTED_SHARES[self.admission]
         try:
             share = float(self.admission)
-        except ValueError:
+        except (TypeError, ValueError):
             share = -1.0
         if not 0 <= share <= 1:
             raise ValueError(
@@ -115,6 +116,15 @@ class EngineConfig:
             if type(value) is not int or value < low or (high is not None and value > high):
                 upper = "" if high is None else f" to {high}"
                 raise ValueError(f"{_flag(name)} is {value!r}; allowed: an integer from {low}{upper}")
+        for name in ("deterministic", "prefix_cache", "block_verify"):
+            if type(getattr(self, name)) is not bool:
+                raise ValueError(f"{_flag(name)} is {getattr(self, name)!r}; allowed: true or false")
+        for name in ("model", "sps_table", "sts"):
+            if getattr(self, name) == "" or not isinstance(getattr(self, name), (str, os.PathLike, type(None))):
+                raise ValueError(f"{_flag(name)} is {getattr(self, name)!r}; allowed: a path")
+        cut = self.confidence_threshold
+        if cut is not None and not (type(cut) in (int, float) and 0 <= cut <= 1):
+            raise ValueError(f"--confidence-threshold is {cut!r}; allowed: a number from 0 to 1")
         _ = self.expected_share
         if self.cache_pages is not None and self.cache_bytes is not None:
             raise ValueError("--cache-pages and --cache-bytes both size the cache; give one of them")

@@ -104,9 +104,14 @@ class LLM:
         self.close()
 
     def _requests(self, prompts: Prompts, params: SamplingParams | Sequence[SamplingParams] | None) -> Inputs:
+        if prompts is None or isinstance(prompts, (bytes, dict)):
+            raise ValueError(f"prompts is a {type(prompts).__name__}; give a text, or a list of texts or of token ids")
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
+        for one in params:
+            if not isinstance(one, SamplingParams):
+                raise ValueError(f"params holds {one!r}; give SamplingParams, one for all prompts or one for each")
         if len(params) != len(prompts):
             raise ValueError(f"{len(params)} sampling parameters for {len(prompts)} prompts; give one, or one for each")
         requests, refused, order = [], [], []

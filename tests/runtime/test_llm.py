@@ -73,6 +73,16 @@ def test_mistakes_in_options_are_named():
         LLM("/nowhere")
 
 
+def test_mistakes_in_calls_are_named(llm):
+    for prompts, params, message in [
+        (None, None, "prompts is a NoneType; give a text"),
+        ("x", [None], "params holds None; give SamplingParams"),
+        ("x", {"temperature": 1}, "params holds 'temperature'; give SamplingParams"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            llm.generate(prompts, params)
+
+
 SCRIPT = """
 import sys
 from dspark.runtime import LLM, SamplingParams

@@ -131,6 +131,14 @@ def test_random_keys_follow_the_id_or_the_own_seed():
         ("verify", "no"),
         ("overlap", "x"),
         ("dispatcher", "fast"),
+        ("admission", None),
+        ("deterministic", "no"),
+        ("prefix_cache", 1),
+        ("model", ""),
+        ("sts", 3),
+        ("confidence_threshold", 1.5),
+        ("confidence_threshold", float("nan")),
+        ("confidence_threshold", "x"),
     ],
 )
 def test_engine_options_out_of_range_are_named(name, value):
