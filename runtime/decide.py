@@ -41,8 +41,9 @@ class StopStrings(Protocol):
         ...
 
 
-Recorder = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], None]
-"""Told of each step: raw confidence logits [R, γ]; drafts verified, kept before any cut, tokens emitted, all [R]."""
+Recorder = Callable[["np.ndarray | None", np.ndarray, np.ndarray, np.ndarray], None]
+"""Told of each step, for the requests that decode: raw confidence logits [R, γ], or None where there are none; drafts
+verified, kept before any cut, and tokens emitted, all [R]."""
 
 
 class Drafted(NamedTuple):
@@ -127,8 +128,8 @@ class Decider:
             final = _block_uniforms(states, 1, Purpose.TARGET)[:, 0]
             verdict = self._verify(rows, probs, drafted.drafts, coins, final, drafted.probs)
         uncut, verdict = verdict, cut(verdict, [state.num_left for state in states], [state.stops for state in states])
-        if self.recorder is not None and drafted.confidence is not None:
-            n = len(drafted.confidence)
+        if self.recorder is not None and num_decoding:
+            n = num_decoding
             self.recorder(drafted.confidence, drafted.lens[:n], uncut.accepted[:n], verdict.emitted[:n])
         counts = [drafted.proposed] * num_decoding + [COMPLETED] * (len(states) - num_decoding)
         return to_table([state.number for state in states], counts, verdict)

@@ -14,6 +14,7 @@ from ..cli import EXIT_OK, Parser
 BENCHMARKS: dict[str, tuple[str, str]] = {
     "decode": ("..bench.decode", "decode speed against transformers, time per token by context, profile of a step"),
     "prefill": ("..bench.prefill", "prefill speed against transformers, peak memory by length"),
+    "accept": ("..bench.accept", "how many drafted tokens are kept, by draft, domain, temperature and place"),
     "layouts": ("..bench.layouts", "every layout of ranks gives the tokens of one rank"),
     "traffic": ("..bench.traffic", "bytes of a forward on every axis against the formulas"),
     "serve": ("..bench.serve", "many requests at once against one by one, latencies, and a long prompt among them"),
