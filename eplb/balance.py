@@ -48,7 +48,8 @@ def plan(
     ``num_redundant`` slots beyond one per expert hold further copies; tokens of an expert are taken to be split evenly
     over them. With ``num_groups`` above 1 and several nodes, every group of experts stays on one node. No GPU holds
     two copies of an expert as long as the slots allow it, and no layer is less balanced than under the published
-    greedy, unless that doubles copies on a GPU. A layer without any load gets experts in order. The result depends on the arguments alone, not on the core.
+    greedy, unless that doubles copies on a GPU. A layer without any load gets experts in order. The result depends on
+    the arguments alone, not on the core.
 
     Raises ``ValueError`` naming the numbers for sizes that cannot work and for loads that are not finite or negative.
     """
