@@ -41,7 +41,7 @@ def test_golden_text_and_counts(generate):
     results = generate(lines, "--ignore-eos", "--show-special-tokens")
     for i, item in enumerate(GOLDEN):
         result = results[str(i)]
-        assert set(result) == {"id", "prompt_tokens", "token_ids", "text", "finish_reason"}
+        assert set(result) == {"id", "prompt_tokens", "token_ids", "text", "finish_reason", "spec"}
         assert result["token_ids"] == item["output_ids"]
         assert result["text"] == item["output_text"]
         assert result["prompt_tokens"] == len(item["prompt_ids"])
