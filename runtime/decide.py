@@ -49,13 +49,13 @@ verified, kept before any cut, and tokens emitted, all [R]."""
 class Drafted(NamedTuple):
     """The drafts of a step: ``drafts`` [R, γ], ``lens`` [R] how many are verified, ``probs`` [R, γ, V] float64 the laws
     they were drawn from, or None where all are greedy; ``confidence`` [R, γ] raw logits, on the rank that drew;
-    ``proposed``: drafts of each block, 0 where nothing was drafted."""
+    ``proposed`` [R]: drafts that were of use to the request, there too."""
 
     drafts: np.ndarray
     lens: np.ndarray
     probs: np.ndarray | None
     confidence: np.ndarray | None = None
-    proposed: int = 0
+    proposed: np.ndarray | None = None
 
     @classmethod
     def nothing(cls, num_requests: int, gamma: int) -> Drafted:
@@ -102,7 +102,7 @@ class Decider:
         logits = block.confidence_logits
         c = None if logits is None else conditional(logits, self._temperatures)
         plan = self.policy.plan([state.request.request_id for state in states], c, max_lens, other_rows)
-        return Drafted(block.tokens, plan.lens, block.probs, logits, self._gamma)
+        return Drafted(block.tokens, plan.lens, block.probs, logits, np.where(max_lens > 0, self._gamma, 0))
 
     def judge(
         self, states: Sequence[RequestState], num_decoding: int, logits: torch.Tensor, drafted: Drafted
@@ -131,7 +131,8 @@ class Decider:
         if self.recorder is not None and num_decoding:
             n = num_decoding
             self.recorder(drafted.confidence, drafted.lens[:n], uncut.accepted[:n], verdict.emitted[:n])
-        counts = [drafted.proposed] * num_decoding + [COMPLETED] * (len(states) - num_decoding)
+        proposed = [0] * num_decoding if drafted.proposed is None else drafted.proposed.tolist()
+        counts = proposed + [COMPLETED] * (len(states) - num_decoding)
         return to_table([state.number for state in states], counts, verdict)
 
     def logprobs(

@@ -13,6 +13,7 @@ from ..parallel.groups import Group, Groups
 from ..parallel.launch import Process, detect, init
 from ..parallel.topology import Topology
 from .checkpoint import bundled_model
+from .checkpoint.placement import check_layout
 from .detokenize import TextTracker
 from .draft import own_draft
 from .drive import drive
@@ -51,7 +52,9 @@ class Session:
         """
         config.validate()
         info = detect()
-        check_supported(config, make_topology(info.world, None))
+        topology = make_topology(info.world, None)
+        check_supported(config, topology)
+        check_layout(load_model_config(_folder(config)), topology)
         process = init(info, config.device)
         try:
             groups = Groups.build(make_topology(process.world, process.nodes), process.rank)
@@ -62,7 +65,7 @@ class Session:
 
     @classmethod
     def _load(cls, config: EngineConfig, process: Process, groups: Groups, progress: ProgressFactory) -> Session:
-        folder = pathlib.Path(config.model) if config.model else bundled_model()
+        folder = _folder(config)
         model = load_model_config(folder)
         config = resolve(
             config,
@@ -146,3 +149,8 @@ class Session:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _folder(config: EngineConfig) -> pathlib.Path:
+    """The checkpoint that ``config`` asks for."""
+    return pathlib.Path(config.model) if config.model else bundled_model()

@@ -47,6 +47,12 @@ def layout_problems(config: ModelConfig, topology: Topology) -> list[str]:
     return problems
 
 
+def check_layout(config: ModelConfig, topology: Topology) -> None:
+    """Raise ``ValueError`` with the first of :func:`layout_problems`, if there are any."""
+    for problem in layout_problems(config, topology):
+        raise ValueError(f"the layout does not fit the model: {problem}")
+
+
 def rank_weights(config: ModelConfig, topology: Topology, itemsize: int, *, with_draft: bool) -> list[RankWeights]:
     """Bytes of weights of every world rank, when floats are computed with in ``itemsize`` bytes.
 
