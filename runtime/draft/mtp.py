@@ -39,10 +39,11 @@ from ..models.deepseek_v4 import Block, DeepseekV4, TapKind, draft_stage_sizes, 
 from ..step import Step
 from .base import DraftNoise, DraftRequests, DraftRoom
 
-MAX_GAMMA = 8
-"""Drafts of a block at most. The layer was trained for one; each further one costs a forward and is worth less."""
+DEFAULT_GAMMA = 1
+"""What the layer was trained for."""
 
-DEFAULT_GAMMA = 3
+MAX_GAMMA = 8
+"""Drafts of a block at most; each costs a forward, and is kept less often than the one before it."""
 
 NEVER = 1 << 40
 """A last position so far ahead that the row counts as one of the distant past, which rings do not keep."""
