@@ -243,9 +243,8 @@ def decode(session: Session, requests: Sequence[Request]) -> Measured:
     stats, parts = SpecStats(gamma), []
 
     def record(logits: np.ndarray | None, lens: np.ndarray, accepted: np.ndarray, emitted: np.ndarray) -> None:
-        drafted = gamma if lens.any() else 0
         for length, kept, count in zip(lens.tolist(), accepted.tolist(), emitted.tolist()):
-            stats.add_step(drafted, length, min(kept, count), count)
+            stats.add_step(gamma if length else 0, length, min(kept, count), count)
         if logits is not None:
             whole = lens == gamma
             parts.append(CalibrationSamples.from_blocks(logits[whole], accepted[whole], emitted[whole]))
