@@ -55,8 +55,7 @@ def rank_groupings(group_load: np.ndarray, num_nodes: int, core: Core, effort: E
     """
     num_layers, num_groups = group_load.shape
     per_node = num_groups // num_nodes
-    ways = math.factorial(num_groups) // (math.factorial(per_node) ** num_nodes * math.factorial(num_nodes))
-    if ways <= MOST_WAYS:
+    if num_ways(num_groups, num_nodes) <= MOST_WAYS:
         every = np.array(list(spreads(tuple(range(num_groups)), per_node)), np.int64)
         tops = group_load[:, every].sum(3).max(2)
         order = np.argsort(tops, axis=1, kind="stable")[:, :MOST_TRIES]
@@ -66,6 +65,22 @@ def rank_groupings(group_load: np.ndarray, num_nodes: int, core: Core, effort: E
     even = np.ceil(group_load.sum(1) / num_nodes).astype(np.int32)
     core.refine(rows, even, even, effort)
     return rows.slot[:, None].astype(np.int64), rows.load.max(1, keepdims=True)
+
+
+def even_groupings(group_load: np.ndarray, num_nodes: int) -> float:
+    """The least load that the fullest node can have, for ``group_load`` [M]; a lower bound where the ways are many."""
+    num_groups = len(group_load)
+    if num_ways(num_groups, num_nodes) <= MOST_WAYS:
+        every = np.array(list(spreads(tuple(range(num_groups)), num_groups // num_nodes)), np.int64)
+        return float(group_load[every].sum(2).max(1).min())
+    beside = np.sort(group_load)[: num_groups // num_nodes - 1].sum()
+    return float(max(group_load.sum() / num_nodes, group_load.max() + beside))
+
+
+def num_ways(num_groups: int, num_nodes: int) -> int:
+    """Ways to spread the groups evenly over the nodes, nodes being alike."""
+    per_node = num_groups // num_nodes
+    return math.factorial(num_groups) // (math.factorial(per_node) ** num_nodes * math.factorial(num_nodes))
 
 
 def spreads(groups: tuple[int, ...], per_node: int) -> Iterator[tuple[tuple[int, ...], ...]]:

@@ -66,6 +66,22 @@ class Placement:
         ordered = np.sort(self.by_gpu, axis=2)
         return (ordered[:, :, 1:] == ordered[:, :, :-1]).sum((1, 2))
 
+    def check_groups(self) -> None:
+        """Raise ``ValueError`` naming an expert whose copies lie on several nodes though groups are pinned to nodes."""
+        if not self.shape.hierarchical:
+            return
+        node = np.arange(self.shape.num_slots) // (self.shape.num_slots // self.shape.num_nodes)
+        lives = np.zeros((self.num_layers, self.shape.num_nodes, self.shape.num_experts), bool)
+        lives[np.arange(self.num_layers)[:, None], node, self.slots] = True
+        groups = lives.reshape(self.num_layers, self.shape.num_nodes, self.shape.num_groups, -1).any(3)
+        split = np.argwhere(groups.sum(1) > 1)
+        if split.size:
+            layer, group = split[0]
+            nodes = np.flatnonzero(groups[layer, :, group]).tolist()
+            raise ValueError(
+                f"layer {layer} has experts of group {group} on nodes {nodes}; groups must stay on one node"
+            )
+
     def experts_to_slots(self) -> np.ndarray:
         """Slots of every expert in rising order, [L, E, most copies] int64, padded with -1."""
         num_layers, num_experts = self.counts.shape
