@@ -170,7 +170,7 @@ def test_what_is_not_built_is_refused_in_one_place():
     for config, topology, option in [
         (EngineConfig(overlap="tbo"), Topology(), "--overlap tbo"),
         (EngineConfig(dispatcher="normal"), Topology(), "--dispatcher normal"),
-        (EngineConfig(), Topology(pp=2), "--pp 2"),
+        (EngineConfig(), Topology(tp=8, cp=2, ep=4, moe_dp=2), "--moe-dp 2"),
     ]:
         with pytest.raises(ValueError, match=f"^{option} is not available yet in this version; "):
             check_supported(config, topology)
