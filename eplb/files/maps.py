@@ -181,23 +181,28 @@ def write_map(
     path: str | pathlib.Path,
     placement: Placement,
     *,
+    kind: str | None = None,
     meta: dict[str, Any] | None = None,
     first_layer: int = 0,
 ) -> list[pathlib.Path]:
-    """Write a map in the format of the suffix, whole or not at all; returns the files written.
+    """Write a map as ``kind`` or in the format of the suffix, whole or not at all; returns the files written.
 
     ``meta`` goes into ``NAME.meta.json`` beside it. ``first_layer`` is the number that formats with layer numbers give
     to the first layer (models whose first layers have no experts).
     """
     path = pathlib.Path(path)
-    if path.suffix not in FORMATS:
+    if kind is None and path.suffix not in FORMATS:
         raise ValueError(f"{path}: maps are written as {', '.join(FORMATS)}, not {path.suffix!r}")
+    kind = kind or FORMATS[path.suffix]
+    if kind not in FORMATS.values():
+        raise ValueError(f"unknown kind of map {kind!r}; there are {', '.join(dict.fromkeys(FORMATS.values()))}")
     layers = range(first_layer, first_layer + placement.num_layers)
     with replacing(path) as part:
-        if path.suffix == ".npz":
-            np.savez(part, **{KEY: placement.slots, **deployment(placement)})
+        if kind == "npz":
+            with part.open("wb") as file:
+                np.savez(file, **{KEY: placement.slots, **deployment(placement)})
         else:
-            part.write_text(_text(FORMATS[path.suffix], placement, layers), encoding="utf-8")
+            part.write_text(_text(kind, placement, layers), encoding="utf-8")
     written = [path]
     if meta is not None:
         beside = path.with_name(path.name + ".meta.json")
