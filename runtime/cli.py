@@ -27,6 +27,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "topology": (".verbs.topology", "rank tables of a layout, without starting it"),
     "check": (".verbs.check", "read a checkpoint's headers: everything there, fits, memory per rank"),
     "generate": (".verbs.generate", "decode prompts"),
+    "eplb": (".verbs.eplb", "place experts: inspect, plan, diff, migrate, simulate, convert, validate"),
     "profile-sps": (".verbs.profile_sps", "measure steps a second against verified rows, for --sps-table"),
     "calibrate": (".verbs.calibrate", "fit the temperatures of a draft's confidences, for --sts"),
     "train-draft": (".verbs.train_draft", "train a draft for a target: dspark, dflash, mtp, eagle3"),
