@@ -1,6 +1,6 @@
 """Write a map or loads in another format, which the suffix of the new file or --to chooses.
 
-Maps: .json (sglang), .npz, .csv, .yaml (trt, for TensorRT-LLM), .jsonl (vllm). Loads: .npz, .json (logical_count), .csv.
+Maps: .json (sglang), .npz, .csv, .yaml (trt: TensorRT-LLM), .jsonl (vllm). Loads: .npz, .json (logical_count), .csv.
 
 Example: dspark eplb convert map.json map.yaml --gpus 32 --first-layer 3
 """
