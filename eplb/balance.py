@@ -22,7 +22,7 @@ from .schedule import Effort
 from .shape import Shape, check_load
 
 # For layers where that is still below the greedy.
-LONG = Effort(num_cycles=100, trade_every=1)
+LONG = Effort(num_cycles=100, trade_every=1, patience=100)
 
 
 class Rebalanced(NamedTuple):
@@ -65,7 +65,8 @@ def plan(
 def default_effort(shape: Shape) -> Effort:
     """Small problems are searched longer: their search costs little and their optimum is hard to meet."""
     flat = shape.node_shape() if shape.hierarchical else shape
-    return Effort(num_cycles=min(max(16, 2**14 // (flat.slots_per_gpu * flat.num_slots)), 400))
+    cycles = min(max(16, 2**14 // (flat.slots_per_gpu * flat.num_slots)), 400)
+    return Effort(num_cycles=cycles, patience=max(5, cycles // 4))
 
 
 def default_aim(shape: Shape) -> Aim:
@@ -76,7 +77,9 @@ def default_aim(shape: Shape) -> Aim:
     flat = shape.node_shape() if shape.hierarchical else shape
     if flat.num_slots < 128:
         return Aim(0.9999, 0.9999)
-    return Aim(0.9995, 0.9985) if flat.slots_per_gpu > 5 else Aim(0.9985, 0.9965)
+    if flat.slots_per_gpu > 5:
+        return Aim(0.9995, 0.9985)
+    return Aim(0.9985, 0.9975) if flat.slots_per_gpu > 3 else Aim(0.9985, 0.9965)
 
 
 def _place(load: np.ndarray, shape: Shape, core: Core, effort: Effort) -> np.ndarray:

@@ -71,7 +71,14 @@ def pack_greedy(weight: np.ndarray, num_packs: int) -> np.ndarray:
     total = np.zeros((num_layers, num_packs), np.float32)
     filled = np.zeros(num_layers * num_packs, np.int64)
     packs = np.empty((num_items, num_layers), np.int64)
-    for item in range(num_items):
+    first = 0
+    if room > 1 and (ordered[:, :num_packs] > 0).all():
+        # While packs are empty, each item goes to the next one.
+        first = num_packs
+        packs[:first] = np.arange(first)[:, None] + rows
+        total[:] = ordered[:, :first]
+        filled[:] = 1
+    for item in range(first, num_items):
         # Full packs carry an infinite load here; nothing adds to them again.
         pack = packs[item] = total.argmin(1) + rows
         filled[pack] += 1

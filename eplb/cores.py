@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
+from .plain.split import LevelOut, Several
 from .rows import Rows
 from .schedule import Effort
 
@@ -28,6 +29,9 @@ class Core(Protocol):
         self, weight: np.ndarray, count: np.ndarray, limit: np.ndarray, most: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """See ``plain/pairs.py``."""
+
+    def level_out(self, several: Several) -> LevelOut:
+        """See ``plain/split.py``."""
 
     def flat_greedy(self, load: np.ndarray, num_slots: int, num_gpus: int) -> np.ndarray:
         """See ``baseline.py``."""

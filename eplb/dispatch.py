@@ -13,30 +13,26 @@ Shapes: E experts, P slots, G GPUs, T tokens (rows of one rank that go to one ex
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
+from .cores import load_core
 from .placement import Placement
-
-SWEEPS = 64
 
 
 class ReplicaSplit:
-    """One layer of a placement, prepared for splitting batch after batch."""
+    """One layer of a placement, prepared for splitting batch after batch; ``core`` as in ``plan``, same splits."""
 
-    def __init__(self, placement: Placement, layer: int) -> None:
+    def __init__(self, placement: Placement, layer: int, core: str = "plain") -> None:
         shape = placement.shape
         self.num_gpus, self.num_nodes = shape.num_gpus, shape.num_nodes
         self.slots_per_gpu = shape.slots_per_gpu
         self.counts = placement.counts[layer]
         self.copies = placement.experts_to_slots()[layer, :, : int(self.counts.max())]
         hosts = self.copies // self.slots_per_gpu
-        # Copies on one GPU are one place to the search; only experts with several places leave a choice.
-        self._several = [
-            (self.copies[e, : self.counts[e]].tolist(), hosts[e, : self.counts[e]].tolist())
-            for e in np.flatnonzero(self.counts > 1)
-        ]
+        several = np.flatnonzero(self.counts > 1)
+        self._level_out = load_core(core).level_out(
+            [(self.copies[e, : self.counts[e]].tolist(), hosts[e, : self.counts[e]].tolist()) for e in several]
+        )
 
     def even(self, tokens: np.ndarray) -> np.ndarray:
         """Tokens of every slot, [P] int64, when each expert's ``tokens`` [E] are split evenly over its copies.
@@ -52,15 +48,8 @@ class ReplicaSplit:
 
     def weighted(self, tokens: np.ndarray) -> np.ndarray:
         """Tokens of every slot, [P] int64, for ``tokens`` [E] of a batch; the fullest GPU is nearly least full."""
-        quota = self.even(tokens).tolist()
-        load = np.add.reduceat(quota, np.arange(0, len(quota), self.slots_per_gpu)).tolist()
-        for _ in range(SWEEPS):
-            moved = 0
-            for slots, hosts in self._several:
-                moved += _level_two(quota, load, slots, hosts) if len(slots) == 2 else _level(quota, load, slots, hosts)
-            if not moved:
-                break
-        return np.array(quota, np.int64)
+        quota = self.even(tokens)
+        return self._level_out(quota, self.gpu_load(quota))
 
     def _to_slots(self, quota: np.ndarray) -> np.ndarray:
         slots = np.zeros(self.num_gpus * self.slots_per_gpu, np.int64)
@@ -125,40 +114,3 @@ def _whole(tokens: np.ndarray, num_experts: int) -> np.ndarray:
     if (tokens < 0).any():
         raise ValueError(f"expert {int((tokens < 0).argmax())} has {int(tokens.min())} tokens")
     return tokens.astype(np.int64)
-
-
-def _level_two(quota: list[int], load: list[int], slots: Sequence[int], hosts: Sequence[int]) -> int:
-    """Even out the GPUs of an expert's two copies as far as its tokens allow; the number of tokens moved."""
-    a, b = hosts
-    gap = load[a] - load[b]
-    if gap < 0:
-        (b, a), slots, gap = hosts, slots[::-1], -gap
-    moved = min(gap >> 1, quota[slots[0]])
-    quota[slots[0]] -= moved
-    quota[slots[1]] += moved
-    load[a] -= moved
-    load[b] += moved
-    return moved
-
-
-def _level(quota: list[int], load: list[int], slots: Sequence[int], hosts: Sequence[int]) -> int:
-    """The same for more copies: from the fullest GPU that has tokens of it to the lightest, once per copy."""
-    total = 0
-    for _ in range(len(slots) - 1):
-        heavy = light = -1
-        most, least = -1, 1 << 62
-        for slot, host in zip(slots, hosts):
-            here = load[host]
-            if here > most and quota[slot] > 0:
-                heavy, from_host, most = slot, host, here
-            if here < least:
-                light, to_host, least = slot, host, here
-        if most - least < 2:
-            break
-        moved = min((most - least) >> 1, quota[heavy])
-        quota[heavy] -= moved
-        quota[light] += moved
-        load[from_host] -= moved
-        load[to_host] += moved
-        total += moved
-    return total

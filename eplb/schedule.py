@@ -6,22 +6,28 @@ from typing import NamedTuple
 
 import numpy as np
 
+SLIGHT = 4096
+
 
 class Effort(NamedTuple):
     """How long to search, in steps, so that a plan never depends on the clock.
 
     ``num_rounds`` pair rounds, then ``num_cycles`` climbs: the first from where the rounds ended, each further one from
     the best placement so far after a disturbance: a kick (every second cycle, where there is redundancy) or a shake of
-    ``num_shakes`` passes. Trades are tried in every ``trade_every``-th cycle; a climb takes at most ``most_steps``. The
-    first ``num_close_cycles`` aim at a row's goal, the others only at being nearly there: they are for the hard rows.
+    ``num_shakes`` passes. Trades are tried in every ``trade_every``-th cycle. The first climb takes at most
+    ``most_steps`` steps, each further one ``most_again``. The first ``num_close_cycles`` aim at a row's goal, the
+    others only at being nearly there: they are for the hard rows. A row is left as it is after ``patience`` cycles in
+    a row that lowered its fullest GPU by less than a ``SLIGHT``-th.
     """
 
     num_rounds: int = 6
     num_cycles: int = 16
     num_close_cycles: int = 4
+    patience: int = 5
     num_shakes: int = 4
     trade_every: int = 4
     most_steps: int = 1000
+    most_again: int = 48
 
     def kicks(self, cycle: int, num_redundant: int) -> bool:
         """Whether a cycle begins with a kick rather than a shake."""

@@ -123,7 +123,8 @@ def _plan(args: argparse.Namespace, load: np.ndarray, current: Placement | None)
         )
     effort = default_effort(shape)
     if args.long:
-        effort = effort._replace(num_cycles=10 * effort.num_cycles, num_close_cycles=10 * effort.num_cycles)
+        cycles = 10 * effort.num_cycles
+        effort = effort._replace(num_cycles=cycles, num_close_cycles=cycles, patience=cycles // 4)
     placement = plan(
         load, args.gpus, num_redundant=redundant, num_nodes=nodes, num_groups=groups, core=args.core, effort=effort
     )

@@ -6,6 +6,7 @@ Modules mirror those of ``plain``.
 from .baseline import flat_greedy
 from .pairs import search as search_copies
 from .search import refine
+from .split import level_out
 from .start import deal, spread_copies
 
-__all__ = ["deal", "flat_greedy", "refine", "search_copies", "spread_copies"]
+__all__ = ["deal", "flat_greedy", "level_out", "refine", "search_copies", "spread_copies"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..rows import Rows
-from ..schedule import KICK_SEED, KICKS, Effort
+from ..schedule import KICK_SEED, KICKS, SLIGHT, Effort
 from .jit import jit
 
 
@@ -22,18 +22,35 @@ def refine(rows: Rows, goal: np.ndarray, nearly: np.ndarray, effort: Effort) -> 
     kicked = np.array([effort.kicks(cycle, num_redundant) for cycle in cycles], np.bool_)
     trades = np.array([effort.trades(cycle, num_redundant) for cycle in cycles], np.bool_)
     goals = np.stack([goal, np.maximum(goal, nearly)]).astype(np.int32)
-    steps = (effort.num_close_cycles, effort.num_rounds, effort.num_shakes, effort.most_steps)
+    limits = (effort.num_close_cycles, effort.patience, effort.most_steps, effort.most_again)
+    steps = (*limits, effort.num_rounds, effort.num_shakes)
     _refine(*rows.arrays(), goals, kicked, trades, *steps)
 
 
 @jit
-def _refine(weights, counts, shares, slots, pieces, loads, goals, kicked, trades, close, rounds, shakes, most_steps):
+def _refine(
+    weights,
+    counts,
+    shares,
+    slots,
+    pieces,
+    loads,
+    goals,
+    kicked,
+    trades,
+    close,
+    patience,
+    most_steps,
+    most_again,
+    rounds,
+    shakes,
+):
     for n in range(len(weights)):
-        weight = weights[n]
+        weight, idle = weights[n], 0
         for cycle in range(len(kicked)):
             goal = goals[0 if cycle < close else 1, n]
             best = loads[n].max()
-            if best <= goal:
+            if best <= goal or idle >= patience:
                 break
             # The row itself holds the best placement so far; a cycle searches on from a copy of it.
             count, share = counts[n].copy(), shares[n].copy()
@@ -47,10 +64,13 @@ def _refine(weights, counts, shares, slots, pieces, loads, goals, kicked, trades
                 limit = _shake_limit(load)
                 for one in range(cycle * shakes, (cycle + 1) * shakes):
                     _shake(slot, piece, load, one, limit)
-            stuck = _climb(slot, piece, load, goal, most_steps)
+            most = most_again if cycle else most_steps
+            stuck = _climb(slot, piece, load, goal, most)
             while stuck and trades[cycle] and _trade(weight, count, share, slot, piece, load):
-                stuck = _climb(slot, piece, load, goal, most_steps)
-            if load.max() < best:
+                stuck = _climb(slot, piece, load, goal, most)
+            top = load.max()
+            idle = 0 if top < best - best // SLIGHT else idle + 1
+            if top < best:
                 counts[n], shares[n], slots[n], pieces[n], loads[n] = count, share, slot, piece, load
 
 

@@ -5,5 +5,6 @@ from .copies import spread_copies
 from .deal import deal
 from .pairs import search as search_copies
 from .search import refine
+from .split import level_out
 
-__all__ = ["deal", "flat_greedy", "refine", "search_copies", "spread_copies"]
+__all__ = ["deal", "flat_greedy", "level_out", "refine", "search_copies", "spread_copies"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-_BISECTIONS = 14
+_BISECTIONS = 12
 
 
 def spread_copies(load: np.ndarray, num_slots: int, most: int) -> np.ndarray:
@@ -41,14 +41,14 @@ def spread_copies(load: np.ndarray, num_slots: int, most: int) -> np.ndarray:
 def _bisected(load: np.ndarray, num_slots: int, most: int) -> np.ndarray:
     """Copies at the lowest level found, at which every expert has just enough copies to be at or below it."""
     low, high = load.sum(1) / num_slots, load.max(1)
-    best = np.ones(load.shape, np.int64)
     for _ in range(_BISECTIONS):
         level = (low + high) / 2
-        count = copies_below(load, level[:, None], most)
-        fits = count.sum(1) <= num_slots
-        best[fits] = count[fits]
+        fits = np.minimum(np.maximum(np.ceil(load / level[:, None]), 1), most).sum(1) <= num_slots
         high, low = np.where(fits, level, high), np.where(fits, low, level)
-    return best
+    count = copies_below(load, high[:, None], most)
+    # Rounding may have let one too many through; such a row is handed out one by one from the start.
+    count[count.sum(1) > num_slots] = 1
+    return count
 
 
 def copies_below(load: np.ndarray, level: np.ndarray, most: int) -> np.ndarray:

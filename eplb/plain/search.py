@@ -19,7 +19,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..rows import NEVER, Rows
-from ..schedule import Effort
+from ..schedule import SLIGHT, Effort
 from .trade import kick, shake, swap, trade
 
 
@@ -33,10 +33,12 @@ def refine(rows: Rows, goal: np.ndarray, nearly: np.ndarray, effort: Effort) -> 
     num_redundant = num_gpus * num_slots - rows.weight.shape[1]
     if num_gpus == 1 or num_slots == 1:
         return
+    idle = np.zeros(len(rows), np.int64)
     for cycle in range(effort.num_cycles):
         if cycle == effort.num_close_cycles:
             goal = np.maximum(goal, nearly)
-        live = np.flatnonzero(rows.load.max(1) > goal)
+        top = rows.load.max(1)
+        live = np.flatnonzero((top > goal) & (idle < effort.patience))
         if not live.size:
             return
         part = rows.take(live)
@@ -47,9 +49,12 @@ def refine(rows: Rows, goal: np.ndarray, nearly: np.ndarray, effort: Effort) -> 
             kick(part, cycle)
         else:
             shake(part, cycle, effort.num_shakes)
-        settle(part, goal[live], effort.most_steps, effort.trades(cycle, num_redundant))
-        better = np.flatnonzero(part.load.max(1) < rows.load[live].max(1))
+        most_steps = effort.most_again if cycle else effort.most_steps
+        settle(part, goal[live], most_steps, effort.trades(cycle, num_redundant))
+        found, top = part.load.max(1), top[live]
+        better = np.flatnonzero(found < top)
         rows.put(live[better], part.take(better))
+        idle[live] = np.where(found < top - top // SLIGHT, 0, idle[live] + 1)
 
 
 def pair_round(rows: Rows) -> None:
