@@ -275,7 +275,7 @@ def speculated(monkeypatch):
     probs = np.array([[toy_q(output) for output in block[:GAMMA]] for block in outputs])
     numbers = {Purpose.ACCEPT: np.array([case[4] for case in cases]), Purpose.TARGET: np.array([[c[5]] for c in cases])}
     monkeypatch.setattr(decide, "_block_uniforms", lambda states, width, purpose: numbers[purpose])
-    drafted = Drafted(drafts, np.full(len(cases), GAMMA), probs, proposed=GAMMA)
+    drafted = Drafted(drafts, np.full(len(cases), GAMMA), probs, proposed=np.full(len(cases), GAMMA))
     table = Decider(GAMMA, StaticPolicy()).judge(states, len(states), logits, drafted)
     law = {}
     for (x, first, _, mass, _, _), row in zip(cases, table.tolist()):
