@@ -65,8 +65,8 @@ def plan(
 def default_effort(shape: Shape) -> Effort:
     """Small problems are searched longer: their search costs little and their optimum is hard to meet."""
     flat = shape.node_shape() if shape.hierarchical else shape
-    cycles = min(max(16, 2**14 // (flat.slots_per_gpu * flat.num_slots)), 400)
-    return Effort(num_cycles=cycles, patience=max(5, cycles // 4))
+    cycles = min(max(16, 2**14 // (flat.slots_per_gpu * flat.num_slots)), 60)
+    return Effort(num_cycles=cycles, patience=max(5, cycles // 4), room=50 if flat.num_slots >= 128 else 5)
 
 
 def default_aim(shape: Shape) -> Aim:

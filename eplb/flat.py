@@ -15,6 +15,10 @@ from .placement import count_copies, load_of_gpus
 from .rows import Rows
 from .schedule import Effort
 from .shape import Shape
+from .starts import choices_of_copies
+
+# Problems of fewer slots than this are tried from many choices of copies, and from so many of these for long.
+SMALL, PROMISING = 40, 4
 
 
 class Aim(NamedTuple):
@@ -37,10 +41,38 @@ def place(units: np.ndarray, shape: Shape, core: Core, effort: Effort, aim: Aim,
     if shape.slots_per_gpu == 2 and shape.num_redundant:
         weight = units.astype(np.int64)
         count = best_pairs(weight, [count, *core.search_copies(weight, count, limits(weight, num_gpus), num_gpus)])
-    rows = Rows.of(units, count, core.deal(units // count, count, num_gpus))
     goal, nearly = (np.ceil(floor / balance).astype(np.int32) for balance in aim)
+    if shape.num_slots < SMALL and shape.num_redundant and shape.slots_per_gpu > 1:
+        return _place_small(units, count, shape, core, effort, goal)
+    rows = Rows.of(units, count, core.deal(units // count, count, num_gpus))
     core.refine(rows, goal, nearly, effort)
     return rows.slot.reshape(len(units), -1)
+
+
+def _place_small(
+    units: np.ndarray, count: np.ndarray, shape: Shape, core: Core, effort: Effort, goal: np.ndarray
+) -> np.ndarray:
+    """The best of many starts: a short search from each choice of copies, then a long one from the most promising."""
+    choices = choices_of_copies(count, shape.num_gpus)
+    short = effort._replace(num_cycles=2, patience=2, trade_every=9, most_again=9)
+    rows = _search_choices(units, choices, shape, core, short, goal)
+    few = rows.load.max(1).reshape(choices.shape[:2]).argsort(1, kind="stable")[:, :PROMISING]
+    choices = np.take_along_axis(rows.count.reshape(choices.shape), few[:, :, None], 1)
+    rows = _search_choices(units, choices.astype(np.int64), shape, core, effort, goal)
+    best = rows.load.max(1).reshape(len(units), -1).argmin(1)
+    return rows.slot.reshape(len(units), -1, shape.num_slots)[np.arange(len(units)), best]
+
+
+def _search_choices(
+    units: np.ndarray, choices: np.ndarray, shape: Shape, core: Core, effort: Effort, goal: np.ndarray
+) -> Rows:
+    """Searches from all ``choices`` [B, N, E] of copies, as B * N rows."""
+    num_choices, num_experts = choices.shape[1:]
+    flat = choices.reshape(-1, num_experts)
+    many, goals = np.repeat(units, num_choices, axis=0), np.repeat(goal, num_choices)
+    rows = Rows.of(many, flat, core.deal(many // flat, flat, shape.num_gpus))
+    core.refine(rows, goals, goals, effort)
+    return rows
 
 
 def improve(

@@ -17,7 +17,8 @@ class Effort(NamedTuple):
     ``num_shakes`` passes. Trades are tried in every ``trade_every``-th cycle. The first climb takes at most
     ``most_steps`` steps, each further one ``most_again``. The first ``num_close_cycles`` aim at a row's goal, the
     others only at being nearly there: they are for the hard rows. A row is left as it is after ``patience`` cycles in
-    a row that lowered its fullest GPU by less than a ``SLIGHT``-th.
+    a row that lowered its fullest GPU by less than a ``SLIGHT``-th. A shake fills a GPU up to a ``room``-th above the
+    mean, or four fifths of the way from the mean to the fullest one where that is more.
     """
 
     num_rounds: int = 6
@@ -28,6 +29,7 @@ class Effort(NamedTuple):
     trade_every: int = 4
     most_steps: int = 1000
     most_again: int = 48
+    room: int = 50
 
     def kicks(self, cycle: int, num_redundant: int) -> bool:
         """Whether a cycle begins with a kick rather than a shake."""

@@ -23,7 +23,7 @@ def refine(rows: Rows, goal: np.ndarray, nearly: np.ndarray, effort: Effort) -> 
     trades = np.array([effort.trades(cycle, num_redundant) for cycle in cycles], np.bool_)
     goals = np.stack([goal, np.maximum(goal, nearly)]).astype(np.int32)
     limits = (effort.num_close_cycles, effort.patience, effort.most_steps, effort.most_again)
-    steps = (*limits, effort.num_rounds, effort.num_shakes)
+    steps = (*limits, effort.num_rounds, effort.num_shakes, effort.room)
     _refine(*rows.arrays(), goals, kicked, trades, *steps)
 
 
@@ -44,6 +44,7 @@ def _refine(
     most_again,
     rounds,
     shakes,
+    room,
 ):
     for n in range(len(weights)):
         weight, idle = weights[n], 0
@@ -61,7 +62,7 @@ def _refine(
             elif kicked[cycle]:
                 _kick(weight, count, share, slot, piece, load, cycle)
             else:
-                limit = _shake_limit(load)
+                limit = _shake_limit(load, room)
                 for one in range(cycle * shakes, (cycle + 1) * shakes):
                     _shake(slot, piece, load, one, limit)
             most = most_again if cycle else most_steps
@@ -136,9 +137,9 @@ def _climb(slot, piece, load, goal, most_steps):
 
 
 @jit
-def _shake_limit(load):
+def _shake_limit(load, room):
     mean = load.astype(np.int64).sum() // len(load)
-    return mean + max(mean // 50, (load.max() - mean) * 4 // 5)
+    return mean + max(mean // room, (load.max() - mean) * 4 // 5)
 
 
 @jit

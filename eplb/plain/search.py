@@ -48,7 +48,7 @@ def refine(rows: Rows, goal: np.ndarray, nearly: np.ndarray, effort: Effort) -> 
         elif effort.kicks(cycle, num_redundant):
             kick(part, cycle)
         else:
-            shake(part, cycle, effort.num_shakes)
+            shake(part, cycle, effort.num_shakes, effort.room)
         most_steps = effort.most_again if cycle else effort.most_steps
         settle(part, goal[live], most_steps, effort.trades(cycle, num_redundant))
         found, top = part.load.max(1), top[live]

@@ -118,19 +118,16 @@ def change_slot(rows: Rows, row: np.ndarray, place: np.ndarray, expert: np.ndarr
     rows.load[row] = rows.piece[row].sum(-1, dtype=np.int32)
 
 
-def shake_limit(load: np.ndarray) -> np.ndarray:
-    """Up to where a shake may fill a GPU, [B] int32.
-
-    A fiftieth above the mean, or four fifths of the way to the maximum where that is more.
-    """
+def shake_limit(load: np.ndarray, room: int) -> np.ndarray:
+    """Up to where a shake may fill a GPU, [B] int32 (see ``Effort``)."""
     mean = load.sum(1, dtype=np.int64) // load.shape[1]
-    return (mean + np.maximum(mean // 50, (load.max(1) - mean) * 4 // 5)).astype(np.int32)
+    return (mean + np.maximum(mean // room, (load.max(1) - mean) * 4 // 5)).astype(np.int32)
 
 
-def shake(rows: Rows, cycle: int, num_shakes: int) -> None:
+def shake(rows: Rows, cycle: int, num_shakes: int, room: int) -> None:
     """Make the swaps that a hash draws wherever they leave both GPUs at or below the limit."""
     num_gpus, num_slots = rows.slot.shape[1:]
-    limit = shake_limit(rows.load)[:, None]
+    limit = shake_limit(rows.load, room)[:, None]
     for one in range(num_shakes):
         g, i, h, j = draw_shake(cycle * num_shakes + one, num_gpus, num_slots)
         moved = rows.piece[:, g, i] - rows.piece[:, h, j]
