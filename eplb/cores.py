@@ -49,3 +49,17 @@ def load_core(name: str = "auto") -> Core:
     if name == "compiled" and not importlib.util.find_spec("numba"):
         raise ValueError("the compiled core needs numba: pip install 'dspark[cpu]', or use core='plain'")
     return importlib.import_module(CORES[name], __package__)
+
+
+def warm_up(name: str = "auto") -> None:
+    """Compile what is to be compiled, so that no later call waits for it: once per installation, half a minute at most.
+
+    Results are kept on disk where a folder for them can be written.
+    """
+    from .balance import plan
+    from .dispatch import ReplicaSplit
+
+    load = np.arange(1.0, 65.0)[None] ** 2
+    for num_redundant in (64, 128):
+        placement = plan(load, 64, num_redundant=num_redundant, core=name)
+    ReplicaSplit(placement, 0, name).weighted(np.full(64, 1000))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from .jit import jit
+from .order import fullest, stable_order
 
 
 def flat_greedy(load: np.ndarray, num_slots: int, num_gpus: int) -> np.ndarray:
@@ -30,7 +31,7 @@ def _flat_greedy(loads, num_slots, num_gpus):
             if slot < num_experts:
                 copies[slot] = slot
                 continue
-            hottest = np.argmax(priority)
+            hottest = fullest(priority)
             copies[slot] = hottest
             count[hottest] += np.float32(1)
             priority[hottest] = load[hottest] / count[hottest]
@@ -39,7 +40,7 @@ def _flat_greedy(loads, num_slots, num_gpus):
         # A full GPU carries an infinite load.
         total = np.zeros(num_gpus, np.float32)
         filled = np.zeros(num_gpus, np.int64)
-        for item in np.argsort(-pieces, kind="mergesort"):
+        for item in stable_order(-pieces):
             best, least = 0, total[0]
             for g in range(1, num_gpus):
                 if total[g] < least:

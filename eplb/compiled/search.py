@@ -10,6 +10,7 @@ import numpy as np
 from ..rows import Rows
 from ..schedule import KICK_SEED, KICKS, SLIGHT, Effort
 from .jit import jit
+from .order import fullest, stable_order
 
 
 def refine(rows: Rows, goal: np.ndarray, nearly: np.ndarray, effort: Effort) -> None:
@@ -50,7 +51,7 @@ def _refine(
         weight, idle = weights[n], 0
         for cycle in range(len(kicked)):
             goal = goals[0 if cycle < close else 1, n]
-            best = loads[n].max()
+            best = loads[n, fullest(loads[n])]
             if best <= goal or idle >= patience:
                 break
             # The row itself holds the best placement so far; a cycle searches on from a copy of it.
@@ -69,7 +70,7 @@ def _refine(
             stuck = _climb(slot, piece, load, goal, most)
             while stuck and trades[cycle] and _trade(weight, count, share, slot, piece, load):
                 stuck = _climb(slot, piece, load, goal, most)
-            top = load.max()
+            top = load[fullest(load)]
             idle = 0 if top < best - best // SLIGHT else idle + 1
             if top < best:
                 counts[n], shares[n], slots[n], pieces[n], loads[n] = count, share, slot, piece, load
@@ -94,7 +95,7 @@ def _swap(slot, piece, load, g, i, h, j):
 @jit
 def _pair_round(slot, piece, load):
     num_gpus, num_slots = slot.shape
-    order = np.argsort(-load, kind="mergesort")
+    order = stable_order(-load)
     for pair in range(num_gpus // 2):
         g, h = order[pair], order[num_gpus - 1 - pair]
         gap = load[g] - load[h]
@@ -113,7 +114,7 @@ def _climb(slot, piece, load, goal, most_steps):
     """Whether it ended stuck above its goal, rather than at it or out of steps."""
     num_gpus, num_slots = slot.shape
     for _ in range(most_steps):
-        g = load.argmax()
+        g = fullest(load)
         top = load[g]
         if top <= goal:
             return False
@@ -138,8 +139,11 @@ def _climb(slot, piece, load, goal, most_steps):
 
 @jit
 def _shake_limit(load, room):
-    mean = load.astype(np.int64).sum() // len(load)
-    return mean + max(mean // room, (load.max() - mean) * 4 // 5)
+    total = 0
+    for one in load:
+        total += one
+    mean = total // len(load)
+    return mean + max(mean // room, (load[fullest(load)] - mean) * 4 // 5)
 
 
 @jit
@@ -171,7 +175,7 @@ def _draw(seed, number):
 def _trade(weight, count, share, slot, piece, load):
     num_gpus, num_slots = slot.shape
     num_experts = len(weight)
-    g = load.argmax()
+    g = fullest(load)
     top = load[g]
     # Of every expert's GPUs: the fullest one's slot, its load, and the load of the next.
     place, first, second = np.full(num_experts, -1), np.full(num_experts, -1), np.full(num_experts, -1)
@@ -237,7 +241,7 @@ def _change_slot(weight, count, share, slot, piece, load, place, expert):
 @jit
 def _kick(weight, count, share, slot, piece, load, cycle):
     num_gpus, num_slots = slot.shape
-    g = load.argmax()
+    g = fullest(load)
     for choice in range(KICKS):
         number = _draw(KICK_SEED + cycle, choice)
         place = np.int64(number % np.uint64(num_gpus * num_slots))

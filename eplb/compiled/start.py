@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from .jit import jit
+from .order import fullest, stable_order
 
 
 def spread_copies(load: np.ndarray, num_slots: int, most: int) -> np.ndarray:
@@ -18,7 +19,7 @@ def spread_copies(load: np.ndarray, num_slots: int, most: int) -> np.ndarray:
 
 def deal(share: np.ndarray, count: np.ndarray, num_gpus: int) -> np.ndarray:
     """See ``plain/deal.py``."""
-    return _deal(share.astype(np.int64), count.astype(np.int64), num_gpus)
+    return _deal(share.astype(np.int64), count.astype(np.int64), num_gpus, int(count[0].sum()) // num_gpus)
 
 
 @jit
@@ -27,10 +28,12 @@ def _spread(loads, num_slots, most):
     counts = np.ones((num_rows, num_experts), np.int64)
     for n in range(num_rows):
         load, count = loads[n].copy(), counts[n]
-        if load.max() == 0:
+        if load[fullest(load)] == 0:
             load[:] = 1
-        level = load.max()
-        low = load.sum() / num_slots
+        level = load[fullest(load)]
+        low = 0.0
+        for one in load:
+            low += one / num_slots
         for _ in range(12):
             # Every expert at or below the level needs this many copies; too many ends the narrowing.
             middle = (low + level) / 2
@@ -65,25 +68,27 @@ def _copies_below(load, level, most):
 
 
 @jit
-def _deal(shares, counts, num_gpus):
+def _deal(shares, counts, num_gpus, num_slots):
     num_rows = len(shares)
-    num_slots = counts[0].sum() // num_gpus
     slots = np.empty((num_rows, num_gpus, num_slots), np.int32)
     copies = np.empty(num_gpus * num_slots, np.int32)
     for n in range(num_rows):
         share, count, slot = shares[n], counts[n], slots[n]
         filled = 0
-        for e in np.argsort(-share, kind="mergesort"):
-            copies[filled : filled + count[e]] = e
-            filled += count[e]
+        for e in stable_order(-share):
+            for _ in range(count[e]):
+                copies[filled] = e
+                filled += 1
         load = np.zeros(num_gpus, np.int64)
         for wave in range(num_slots):
             here = copies[wave * num_gpus : (wave + 1) * num_gpus]
-            lightest = np.argsort(load, kind="mergesort")
+            lightest = stable_order(load)
             first, given = here[0], 0
             if wave and copies[wave * num_gpus - 1] == first:
                 # Its copies go to the lightest GPUs that do not hold it yet, the others follow in order.
-                wanted = np.count_nonzero(here == first)
+                wanted = 0
+                while wanted < num_gpus and here[wanted] == first:
+                    wanted += 1
                 taken = np.zeros(num_gpus, np.bool_)
                 for g in lightest:
                     if given < wanted and slot[g, wave - 1] != first:
