@@ -31,6 +31,7 @@ TWINS = {
     "pool_windows": "compress",
     "select_entries": "sparse_attention",
     "attend": "sparse_attention",
+    "attend_block": "block_attention",
     "route_scored": "moe",
     "route_hashed": "moe",
     "swiglu": "moe",
