@@ -18,6 +18,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "layouts": ("..bench.layouts", "every layout of ranks gives the tokens of one rank"),
     "traffic": ("..bench.traffic", "bytes of a forward on every axis against the formulas"),
     "serve": ("..bench.serve", "many requests at once against one by one, latencies, and a long prompt among them"),
+    "dispatch": ("..bench.dispatch", "copies and bytes of tokens on their way to experts, by dispatcher"),
     "memory": ("..bench.memory", "memory per token of context against the formula of dspark check"),
 }
 
