@@ -142,7 +142,8 @@ def test_time_is_that_of_the_busiest_link():
     counts = Counts(cluster, 4)
     counts.add(0, np.array([[3], [3]]))  # over the other node's first rank to its second
     times = seconds(counts, "normal", 10, 20)
-    assert times["dispatch"] == pytest.approx(0.5 + 2.0 + 0.5 + 0.2) and times["dispatch_pipelined"] == pytest.approx(2.5)
+    assert times["dispatch"] == pytest.approx(0.5 + 2.0 + 0.5 + 0.2)
+    assert times["dispatch_pipelined"] == pytest.approx(0.5 + 2.0)
     assert times["combine"] == pytest.approx(0.5 + 4.0 + 0.5 + 0.4)
 
 
