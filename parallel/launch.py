@@ -341,3 +341,8 @@ def _agree_by_mpi(info: LaunchInfo) -> tuple[LaunchInfo, socket.socket | None]:
     comm.Bcast([message, MPI.BYTE], root=0)
     port, host = message.rstrip(b"\0").decode().split(" ")
     return replace(info, master_addr=host, master_port=int(port)), listener
+
+
+def use_interface(name: str) -> None:
+    """Let gloo speak through the network interface ``name``; call it before the job starts."""
+    os.environ["GLOO_SOCKET_IFNAME"] = name

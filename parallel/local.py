@@ -14,12 +14,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .launch import use_interface
+from .namespaces import INTERFACE, Namespaces
 
-def run_forked(fn: Callable[[int], Any], world: int, timeout: float = 300.0) -> list[Any]:
+
+def run_forked(
+    fn: Callable[[int], Any], world: int, timeout: float = 300.0, nodes: Namespaces | None = None
+) -> list[Any]:
     """``fn(rank)`` on ``world`` forked gloo ranks; the results by rank, which must be JSON values.
 
+    ``nodes``: namespaces that the ranks are dealt to in equal runs. ``timeout``: seconds that a collective may wait.
     Forking is safe only with one OpenMP thread and without CUDA in this process; ``ValueError`` otherwise. Raises
-    ``RuntimeError`` with the traceback of a rank that failed. ``timeout``: seconds that a collective may wait.
+    ``RuntimeError`` with the traceback of a rank that failed.
     """
     if torch.get_num_threads() != 1:
         raise ValueError(f"{torch.get_num_threads()} threads are in use, but ranks can be forked only with 1")
@@ -28,7 +34,7 @@ def run_forked(fn: Callable[[int], Any], world: int, timeout: float = 300.0) -> 
         for rank in range(world):
             pid = os.fork()
             if pid == 0:
-                _rank_main(fn, rank, world, pathlib.Path(folder), timeout)
+                _rank_main(fn, rank, world, pathlib.Path(folder), timeout, nodes)
             pids.append(pid)
         for pid in pids:
             os.waitpid(pid, 0)
@@ -43,10 +49,15 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {"error": "ended without a result"}
 
 
-def _rank_main(fn: Callable[[int], Any], rank: int, world: int, folder: pathlib.Path, timeout: float) -> None:
+def _rank_main(
+    fn: Callable[[int], Any], rank: int, world: int, folder: pathlib.Path, timeout: float, nodes: Namespaces | None
+) -> None:
     """The forked rank's whole life; does not return, so that nothing of the parent's runs a second time."""
     status = 1
     try:
+        if nodes is not None:
+            nodes.enter(rank * nodes.num_nodes // world)
+            use_interface(INTERFACE)
         limit = datetime.timedelta(seconds=timeout)
         dist.init_process_group(
             "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=limit
