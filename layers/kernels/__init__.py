@@ -65,10 +65,6 @@ COMPILED = {
 }
 
 
-# operations whose compiled form may hand many rows to a library product
-ROW_COUNT_MATTERS = frozenset(("linear", "project", "grouped_linear", "experts_forward"))
-
-
 class Kernels:
     """The implementations of one backend, ``"torch"`` or a key of :data:`COMPILED`.
 
@@ -88,8 +84,6 @@ class Kernels:
         """``operation`` with its weights fixed: a callable of the activations."""
         if operation in self._modules:
             module = importlib.import_module(f".{self._modules[operation]}", __name__)
-            if self._deterministic and operation in ROW_COUNT_MATTERS:
-                weights["row_by_row"] = True
             return getattr(module, f"bind_{operation}")(**weights)
         module = importlib.import_module(f".{TWINS[operation]}", __name__)
         return functools.partial(getattr(module, operation), **weights)

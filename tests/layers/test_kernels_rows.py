@@ -11,7 +11,7 @@ from dspark.layers.kernels import Kernels
 from dspark.layers.kernels.moe import Routing
 
 EPS32 = 2.0**-24
-# Compiled products take rows in tiles of 6, 4, 2 and 1, columns in vectors of 8; the library takes over above 64 rows.
+# Compiled products take rows in tiles of at most 6, columns in vectors of 8 or panels of 16.
 ROWS = (0, 1, 2, 3, 5, 7, 11, 64, 65)
 COLUMNS = [(1, 1), (3, 5), (4, 8), (7, 1), (6, 9), (2, 16), (30, 33), (9, 64), (129, 70), (5, 250), (5, 0)]
 
@@ -43,9 +43,10 @@ def test_linear(twins, num_rows, shape):
 @pytest.mark.parametrize("shape", COLUMNS)
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 6, 13])
 def test_products_stay_inside_their_matrices(num_rows, shape):
-    """All three matrices lie in the middle of larger memory, whose NaNs must neither be used nor overwritten."""
+    """Inputs and results lie in the middle of larger memory, whose NaNs must neither be used nor overwritten."""
     pytest.importorskip("numba")
-    from dspark.layers.kernels.cpu.product import product
+    from dspark.layers.kernels.cpu.packed import pack, packed_part_product
+    from dspark.layers.kernels.cpu.product import part_product
 
     def within(*matrix_shape):
         memory = np.full(math.prod(matrix_shape) + 2 * 64, np.nan, np.float32)
@@ -53,9 +54,15 @@ def test_products_stay_inside_their_matrices(num_rows, shape):
 
     (_, x), (_, weight), (memory, out) = within(num_rows, shape[0]), within(*shape), within(num_rows, shape[1])
     x[:], weight[:] = random(*x.shape).numpy(), random(*shape, seed=1).numpy()
-    product(x, weight, out)
-    check_product(torch.from_numpy(out), torch.from_numpy(x), torch.from_numpy(weight))
-    assert np.isnan(memory[:64]).all() and np.isnan(memory[len(memory) - 64 :]).all()
+    panels, at = pack(torch.from_numpy(weight)), [matrix.ctypes.data for matrix in (x, weight, out)]
+    for packed in (False, True):
+        memory[:] = np.nan
+        if packed:
+            packed_part_product(at[0], shape[0], panels, at[2], shape[1], num_rows, shape[1])
+        else:
+            part_product(at[0], shape[0], at[1], shape[1], at[2], shape[1], num_rows, *shape)
+        check_product(torch.from_numpy(out), torch.from_numpy(x), torch.from_numpy(weight))
+        assert np.isnan(memory[:64]).all() and np.isnan(memory[len(memory) - 64 :]).all()
 
 
 @pytest.mark.parametrize("num_rows", [1, 17, 65])

@@ -12,7 +12,7 @@ from ..hyper_connection import HyperIn
 from .exp import exp, sigmoid
 from .jit import address, floats, jit
 from .norm_rope import inverse_rms
-from .product import product
+from .packed import pack, packed_product
 
 
 @numba.njit(inline="always")
@@ -69,10 +69,10 @@ def _collapse(streams, pre, out):
 
 
 @jit
-def _mix(flat, fn, norm_eps):
-    """:func:`..hyper_connection.stream_mix` of ``flat`` [T, n D]."""
-    mix = np.empty((flat.shape[0], fn.shape[1]), np.float32)
-    product(flat, fn, mix)
+def _mix(flat, panels, num_mixes, norm_eps):
+    """:func:`..hyper_connection.stream_mix` of ``flat`` [T, n D], [T, num_mixes]."""
+    mix = np.empty((flat.shape[0], num_mixes), np.float32)
+    packed_product(flat, panels, mix)
     for i in range(flat.shape[0]):
         norm = inverse_rms(flat[i], norm_eps)
         for j in range(mix.shape[1]):
@@ -81,10 +81,10 @@ def _mix(flat, fn, norm_eps):
 
 
 @jit
-def _hc_pre(streams_at, fn, base, scale, norm_weight, hc_eps, norm_eps, num_iters, constrained, x, post, comb):
+def _hc_pre(streams_at, panels, base, scale, norm_weight, hc_eps, norm_eps, num_iters, constrained, x, post, comb):
     num_rows, n, width = comb.shape[0], comb.shape[1], x.shape[1]
     streams = floats(streams_at, (num_rows, n, width))
-    mixes = _mix(floats(streams_at, (num_rows, n * width)), fn, norm_eps)
+    mixes = _mix(floats(streams_at, (num_rows, n * width)), panels, base.shape[0], norm_eps)
     pre = np.empty(n, np.float32)
     for i in range(num_rows):
         mix = mixes[i]
@@ -115,24 +115,23 @@ def _hc_post(streams_at, y_at, post_at, comb_at, out):
     num_rows, n, width = out.shape
     streams, y = floats(streams_at, out.shape), floats(y_at, (num_rows, width))
     post, comb = floats(post_at, (num_rows, n)), floats(comb_at, (num_rows, n, n))
-    keep = np.empty((n, n), np.float32)
     for i in range(num_rows):
-        for k in range(n):
-            for j in range(n):
-                keep[k, j] = comb[i, j, k]
-        product(keep, streams[i], out[i])
         for k in range(n):
             write = post[i, k]
             for d in range(width):
-                out[i, k, d] += write * y[i, d]
+                out[i, k, d] = write * y[i, d]
+            for j in range(n):
+                keep = comb[i, j, k]
+                for d in range(width):
+                    out[i, k, d] += keep * streams[i, j, d]
 
 
 @jit
-def _hc_collapse(streams_at, fn, base, scale, hc_eps, norm_eps, out):
+def _hc_collapse(streams_at, panels, base, scale, hc_eps, norm_eps, out):
     num_rows, width = out.shape
-    n = fn.shape[1]
+    n = base.shape[0]
     streams = floats(streams_at, (num_rows, n, width))
-    mixes = _mix(floats(streams_at, (num_rows, n * width)), fn, norm_eps)
+    mixes = _mix(floats(streams_at, (num_rows, n * width)), panels, n, norm_eps)
     for i in range(num_rows):
         pre = mixes[i]
         for j in range(n):
@@ -151,7 +150,7 @@ def bind_hc_pre(
     constrained: bool,
 ) -> Callable[[torch.Tensor], HyperIn]:
     """See :func:`..hyper_connection.hc_pre`."""
-    weights = (fn.numpy(), base.numpy(), scale.numpy(), norm_weight.numpy(), np.float32(hc_eps), np.float32(norm_eps))
+    weights = (pack(fn), base.numpy(), scale.numpy(), norm_weight.numpy(), np.float32(hc_eps), np.float32(norm_eps))
 
     def hc_pre(streams: torch.Tensor) -> HyperIn:
         streams = streams.contiguous()
@@ -181,7 +180,7 @@ def bind_hc_collapse(
     fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, hc_eps: float, norm_eps: float
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """See :func:`..hyper_connection.hc_collapse`."""
-    weights = (fn.numpy(), base.numpy(), scale.numpy(), np.float32(hc_eps), np.float32(norm_eps))
+    weights = (pack(fn), base.numpy(), scale.numpy(), np.float32(hc_eps), np.float32(norm_eps))
 
     def hc_collapse(streams: torch.Tensor) -> torch.Tensor:
         streams = streams.contiguous()

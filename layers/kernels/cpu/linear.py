@@ -1,5 +1,4 @@
-"""Products of few rows. Above ``MAX_ROWS`` the library product is faster; its sums then depend on the row count, so
-``row_by_row`` forbids it."""
+"""Linear layers."""
 
 from __future__ import annotations
 
@@ -8,57 +7,47 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from .. import linear as twin
 from .jit import address, floats, jit
-from .product import BYTES, part_product, product, spot
-
-MAX_ROWS = 64
-
-
-@jit
-def _linear(x_at, weight, out):
-    product(floats(x_at, (out.shape[0], weight.shape[0])), weight, out)
+from .packed import pack, packed_part_product, packed_product
+from .product import BYTES, spot
 
 
 @jit
-def _grouped_linear(x_at, weight, out):
-    num_rows, (num_groups, num_in, num_out) = out.shape[0], weight.shape
+def _linear(x_at, panels, out):
+    packed_product(floats(x_at, (out.shape[0], panels.shape[1])), panels, out)
+
+
+@jit
+def _grouped_linear(x_at, panels, num_out, out):
+    num_groups, num_in = panels.shape[0], panels.shape[2]
     for g in range(num_groups):
-        part_product(
-            x_at + BYTES * g * num_in, num_groups * num_in, weight.ctypes.data + BYTES * g * num_in * num_out, num_out,
-            spot(out, 0, g * num_out), num_groups * num_out, num_rows, num_in, num_out,
-        )  # fmt: skip
+        at = x_at + BYTES * g * num_in
+        packed_part_product(
+            at, num_groups * num_in, panels[g], spot(out, 0, g * num_out), out.shape[1], out.shape[0], num_out
+        )
 
 
-def bind_linear(weight: torch.Tensor, row_by_row: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
+def bind_linear(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     """See :func:`..linear.linear`."""
-    packed = weight.numpy()
-    num_out = packed.shape[1]
+    panels, num_out = pack(weight), weight.shape[1]
 
     def linear(x: torch.Tensor) -> torch.Tensor:
-        num_rows = x.shape[0]
-        if num_rows > MAX_ROWS and not row_by_row:
-            return twin.linear(x, weight)
         x = x.contiguous()
-        out = np.empty((num_rows, num_out), np.float32)
-        _linear(address(x), packed, out)
+        out = np.empty((x.shape[0], num_out), np.float32)
+        _linear(address(x), panels, out)
         return torch.from_numpy(out)
 
     return linear
 
 
-def bind_grouped_linear(weight: torch.Tensor, row_by_row: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
+def bind_grouped_linear(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     """See :func:`..linear.grouped_linear`."""
-    packed = weight.numpy()
-    num_groups, _, num_out = packed.shape
+    panels, (num_groups, _, num_out) = pack(weight), weight.shape
 
     def grouped_linear(x: torch.Tensor) -> torch.Tensor:
-        num_rows = x.shape[0]
-        if num_rows > MAX_ROWS and not row_by_row:
-            return twin.grouped_linear(x, weight)
         x = x.contiguous()
-        out = np.empty((num_rows, num_groups * num_out), np.float32)
-        _grouped_linear(address(x), packed, out)
+        out = np.empty((x.shape[0], num_groups * num_out), np.float32)
+        _grouped_linear(address(x), panels, num_out, out)
         return torch.from_numpy(out)
 
     return grouped_linear

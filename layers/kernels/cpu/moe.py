@@ -7,16 +7,12 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from .. import moe as twin
 from ..moe import Routing
 from .exp import exp, sigmoid
 from .jit import address, floats, jit, largest
-from .product import product
+from .packed import pack, packed_product
 
 SCORINGS = {"sqrtsoftplus": 0, "sigmoid": 1, "softmax": 2}
-# With more picks than this per expert, one library product per expert is faster; its sums then
-# depend on how many rows there are, so ``row_by_row`` forbids it.
-MAX_PICKS_PER_EXPERT = 32
 
 
 @jit
@@ -117,15 +113,17 @@ def _by_expert(experts, num_experts):
 
 @jit
 def _experts(x_at, experts, weights_at, gate_up, down, limit, out):
-    num_experts, width, top_k = down.shape[0], out.shape[1], experts.shape[1]
+    """``gate_up`` and ``down`` are packed."""
+    num_experts, inner_width = down.shape[0], down.shape[2]
+    width, top_k = out.shape[1], experts.shape[1]
     x, weights = floats(x_at, out.shape), floats(weights_at, experts.shape)
     order, begins = _by_expert(experts, num_experts)
     most = 0
     for e in range(num_experts):
         most = max(most, begins[e + 1] - begins[e])
     rows = np.empty((most, width), np.float32)
-    hidden = np.empty((most, gate_up.shape[2]), np.float32)
-    inner = np.empty((most, down.shape[1]), np.float32)
+    hidden = np.empty((most, 2 * inner_width), np.float32)
+    inner = np.empty((most, inner_width), np.float32)
     for i in range(out.shape[0]):
         for j in range(width):
             out[i, j] = 0
@@ -137,10 +135,10 @@ def _experts(x_at, experts, weights_at, gate_up, down, limit, out):
         for n in range(count):
             for j in range(width):
                 rows[n, j] = x[picks[n] // top_k, j]
-        product(rows[:count], gate_up[e], hidden)
+        packed_product(rows[:count], gate_up[e], hidden[:count])
         for n in range(count):
             _swiglu_row(hidden[n], limit, inner[n])
-        product(inner[:count], down[e], rows)
+        packed_product(inner[:count], down[e], rows[:count])
         for n in range(count):
             i, k = picks[n] // top_k, picks[n] % top_k
             for j in range(width):
@@ -191,15 +189,12 @@ def bind_swiglu(limit: float) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def bind_experts_forward(
-    gate_up: torch.Tensor, down: torch.Tensor, limit: float, row_by_row: bool = False
+    gate_up: torch.Tensor, down: torch.Tensor, limit: float
 ) -> Callable[[torch.Tensor, Routing], torch.Tensor]:
     """See :func:`..moe.experts_forward`."""
-    packed = (gate_up.numpy(), down.numpy(), np.float32(limit))
-    most = MAX_PICKS_PER_EXPERT * gate_up.shape[0]
+    packed = (pack(gate_up), pack(down), np.float32(limit))
 
     def experts_forward(x: torch.Tensor, routing: Routing) -> torch.Tensor:
-        if routing.experts.numel() > most and not row_by_row:
-            return twin.experts_forward(x, routing, gate_up, down, limit)
         x, weights = x.contiguous(), routing.weights.contiguous()
         out = np.empty(x.shape, np.float32)
         _experts(address(x), routing.experts.contiguous().numpy(), address(weights), *packed, out)

@@ -1,4 +1,4 @@
-"""Products of few rows, in registers.
+"""Products in registers.
 
 Every number of a product is one chain of fused multiply-adds in the order of the inner index, whatever tile it falls
 in. So a row's result is bitwise the same whatever rows are computed with it.
@@ -20,17 +20,18 @@ LANES = 8  # float32 numbers in a vector
 BYTES = 4  # of a float32
 
 
-def _make_tile(num_rows: int, num_vectors: int) -> Callable[..., None]:
+def make_tile(num_rows: int, num_vectors: int, num_panels: int = 1) -> Callable[..., None]:
     """Code for ``num_rows`` rows by ``num_vectors`` vectors of a product, all of whose sums stay in registers.
 
     For each k it reads ``num_vectors`` vectors of the weight's row k and, of each row, one number, which is spread over
-    a vector. It is written in the compiler's language, since a loop over an array of sums would keep them in memory.
+    a vector. The same of ``num_panels`` weights, ``panel`` bytes apart, whose results lie side by side. It is written
+    in the compiler's language, since a loop over an array of sums would keep them in memory.
     """
 
     @intrinsic
-    def tile(typingctx, x, x_stride, weight, weight_stride, out, out_stride, num_in):
+    def tile(typingctx, x, x_stride, weight, weight_stride, panel, out, out_stride, num_in):
         def emit(context, builder, signature, args):
-            x, x_stride, weight, weight_stride, out, out_stride, num_in = args
+            x, x_stride, weight, weight_stride, panel, out, out_stride, num_in = args
             number, size = ir.FloatType(), num_in.type
             vector = ir.VectorType(number, LANES)
             zero = ir.Constant(vector, [0.0] * LANES)
@@ -47,35 +48,38 @@ def _make_tile(num_rows: int, num_vectors: int) -> Callable[..., None]:
                 lanes = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
                 return builder.shuffle_vector(one, one, lanes)
 
-            places = [(r, v) for r in range(num_rows) for v in range(num_vectors)]
-            sums = {place: cgutils.alloca_once_value(builder, zero) for place in places}
+            columns = [(p, v) for p in range(num_panels) for v in range(num_vectors)]
+            starts = [builder.add(weight, builder.mul(panel, size(p))) for p in range(num_panels)]
+            sums = {(r, c): cgutils.alloca_once_value(builder, zero) for r in range(num_rows) for c in columns}
             with cgutils.for_range(builder, num_in) as loop:
                 k = loop.index
-                columns = [
-                    builder.load(pointer(weight, weight_stride, k, size(v * LANES * BYTES), vector), align=BYTES)
-                    for v in range(num_vectors)
-                ]
+                loaded = {
+                    (p, v): builder.load(
+                        pointer(starts[p], weight_stride, k, size(v * LANES * BYTES), vector), align=BYTES
+                    )
+                    for p, v in columns
+                }
                 for r in range(num_rows):
                     byte = builder.mul(k, size(BYTES))
                     value = spread(builder.load(pointer(x, x_stride, size(r), byte, number), align=BYTES))
-                    for v in range(num_vectors):
-                        total = builder.call(fma, (value, columns[v], builder.load(sums[r, v])))
-                        builder.store(total, sums[r, v])
-            for r, v in places:
-                to = pointer(out, out_stride, size(r), size(v * LANES * BYTES), vector)
-                builder.store(builder.load(sums[r, v]), to, align=BYTES)
+                    for c in columns:
+                        total = builder.call(fma, (value, loaded[c], builder.load(sums[r, c])))
+                        builder.store(total, sums[r, c])
+            for (r, (p, v)), total in sums.items():
+                to = pointer(out, out_stride, size(r), size((p * num_vectors + v) * LANES * BYTES), vector)
+                builder.store(builder.load(total), to, align=BYTES)
             return context.get_dummy_value()
 
-        return types.void(*[types.intp] * 7), emit
+        return types.void(*[types.intp] * 8), emit
 
     return tile
 
 
 # About eight chains at a time hide the latency of a multiply-add; one row, bound by memory, reads longer stretches.
-_tile_1_16, _tile_1_8, _tile_1_4, _tile_1_2, _tile_1_1 = (_make_tile(1, v) for v in (16, 8, 4, 2, 1))
-_tile_2_4, _tile_2_2, _tile_2_1 = (_make_tile(2, v) for v in (4, 2, 1))
-_tile_4_2, _tile_4_1 = (_make_tile(4, v) for v in (2, 1))
-_tile_6_2, _tile_6_1 = (_make_tile(6, v) for v in (2, 1))
+_tile_1_16, _tile_1_8, _tile_1_4, _tile_1_2, _tile_1_1 = (make_tile(1, v) for v in (16, 8, 4, 2, 1))
+_tile_2_4, _tile_2_2, _tile_2_1 = (make_tile(2, v) for v in (4, 2, 1))
+_tile_4_2, _tile_4_1 = (make_tile(4, v) for v in (2, 1))
+_tile_6_2, _tile_6_1 = (make_tile(6, v) for v in (2, 1))
 
 
 @strict
@@ -83,38 +87,38 @@ def _tile(num_rows, left, x, x_stride, weight, weight_stride, out, out_stride, n
     """One tile of ``num_rows`` (1, 2, 4 or 6) rows and at most ``left`` vectors; how many vectors it had."""
     if num_rows == 6:
         if left >= 2:
-            _tile_6_2(x, x_stride, weight, weight_stride, out, out_stride, num_in)
+            _tile_6_2(x, x_stride, weight, weight_stride, 0, out, out_stride, num_in)
             return 2
-        _tile_6_1(x, x_stride, weight, weight_stride, out, out_stride, num_in)
+        _tile_6_1(x, x_stride, weight, weight_stride, 0, out, out_stride, num_in)
         return 1
     if num_rows == 4:
         if left >= 2:
-            _tile_4_2(x, x_stride, weight, weight_stride, out, out_stride, num_in)
+            _tile_4_2(x, x_stride, weight, weight_stride, 0, out, out_stride, num_in)
             return 2
-        _tile_4_1(x, x_stride, weight, weight_stride, out, out_stride, num_in)
+        _tile_4_1(x, x_stride, weight, weight_stride, 0, out, out_stride, num_in)
         return 1
     if num_rows == 2:
         if left >= 4:
-            _tile_2_4(x, x_stride, weight, weight_stride, out, out_stride, num_in)
+            _tile_2_4(x, x_stride, weight, weight_stride, 0, out, out_stride, num_in)
             return 4
         if left >= 2:
-            _tile_2_2(x, x_stride, weight, weight_stride, out, out_stride, num_in)
+            _tile_2_2(x, x_stride, weight, weight_stride, 0, out, out_stride, num_in)
             return 2
-        _tile_2_1(x, x_stride, weight, weight_stride, out, out_stride, num_in)
+        _tile_2_1(x, x_stride, weight, weight_stride, 0, out, out_stride, num_in)
         return 1
     if left >= 16:
-        _tile_1_16(x, x_stride, weight, weight_stride, out, out_stride, num_in)
+        _tile_1_16(x, x_stride, weight, weight_stride, 0, out, out_stride, num_in)
         return 16
     if left >= 8:
-        _tile_1_8(x, x_stride, weight, weight_stride, out, out_stride, num_in)
+        _tile_1_8(x, x_stride, weight, weight_stride, 0, out, out_stride, num_in)
         return 8
     if left >= 4:
-        _tile_1_4(x, x_stride, weight, weight_stride, out, out_stride, num_in)
+        _tile_1_4(x, x_stride, weight, weight_stride, 0, out, out_stride, num_in)
         return 4
     if left >= 2:
-        _tile_1_2(x, x_stride, weight, weight_stride, out, out_stride, num_in)
+        _tile_1_2(x, x_stride, weight, weight_stride, 0, out, out_stride, num_in)
         return 2
-    _tile_1_1(x, x_stride, weight, weight_stride, out, out_stride, num_in)
+    _tile_1_1(x, x_stride, weight, weight_stride, 0, out, out_stride, num_in)
     return 1
 
 
@@ -150,8 +154,11 @@ def _narrow_product(x, x_width, weight, weight_width, out, out_width, num_rows, 
 
 @strict
 def part_product(x, x_width, weight, weight_width, out, out_width, num_rows, num_in, num_out):
-    """``out = x @ weight`` for parts of matrices: each is given by the address of its first number and by the width of
-    the whole matrix. ``x`` is [num_rows, num_in], ``weight`` [num_in, num_out]."""
+    """``out = x @ weight`` for parts of matrices that are not known beforehand (else see ``packed.py``).
+
+    Each is given by the address of its first number and by the width of the whole matrix. ``x`` is [num_rows, num_in],
+    ``weight`` [num_in, num_out].
+    """
     if num_out < LANES:
         _narrow_product(x, x_width, weight, weight_width, out, out_width, num_rows, num_in, num_out)
         return
@@ -170,12 +177,3 @@ def part_product(x, x_width, weight, weight_width, out, out_width, num_rows, num
                 BYTES * out_width, num_in,
             )  # fmt: skip
         i += rows
-
-
-@strict
-def product(x, weight, out):
-    """``out = x @ weight``: ``x`` [T, in], ``weight`` [in, out], all C-contiguous."""
-    num_in, num_out = weight.shape
-    part_product(
-        x.ctypes.data, num_in, weight.ctypes.data, num_out, out.ctypes.data, num_out, x.shape[0], num_in, num_out
-    )

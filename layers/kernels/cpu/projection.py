@@ -11,9 +11,8 @@ from ...attention.plan import AttentionPlan
 from ...rope import RopeTable
 from ..projection import Projected, ProjectionSizes
 from .jit import address, floats, jit
-from .linear import MAX_ROWS
 from .norm_rope import inverse_rms, rotate_tail
-from .product import product
+from .packed import pack, packed_product
 
 
 @jit
@@ -54,19 +53,15 @@ def _take_apart(y, wide, first, positions, key_norm, cos, sin, eps, q, keys, raw
 
 
 @jit
-def _project(
-    x_at, positions, weight_in, weight_q, latent_norm, key_norm, cos, sin, eps, q, keys, raw, index_q, index_w
-):
-    num_rows = keys.shape[0]
-    y = np.empty((num_rows, weight_in.shape[1]), np.float32)
-    latent = np.empty((num_rows, weight_q.shape[0]), np.float32)
-    wide = np.empty((num_rows, weight_q.shape[1]), np.float32)
-    product(floats(x_at, (num_rows, weight_in.shape[0])), weight_in, y)
+def _project(x_at, positions, panels_in, panels_q, latent_norm, num_in, num_q, key_norm, cos, sin, eps, q, keys, raw,
+             index_q, index_w):  # fmt: skip
+    num_rows, num_latents = keys.shape[0], latent_norm.shape[0]
+    y, wide = np.empty((num_rows, num_in), np.float32), np.empty((num_rows, num_q), np.float32)
+    latent = np.empty((num_rows, num_latents), np.float32)
+    packed_product(floats(x_at, (num_rows, panels_in.shape[1])), panels_in, y)
     _norm_latents(y, latent_norm, eps, latent)
-    product(latent, weight_q, wide)
-    _take_apart(
-        y, wide, latent.shape[1], positions, key_norm, cos, sin, eps, q, keys, raw, index_q, index_w
-    )  # fmt: skip
+    packed_product(latent, panels_q, wide)
+    _take_apart(y, wide, num_latents, positions, key_norm, cos, sin, eps, q, keys, raw, index_q, index_w)
 
 
 def bind_project(
@@ -77,11 +72,10 @@ def bind_project(
     sizes: ProjectionSizes,
     rope: RopeTable,
     eps: float,
-    row_by_row: bool = False,
 ) -> Callable[[torch.Tensor, AttentionPlan], Projected]:
     """See :func:`..projection.project`."""
-    norm, rest = latent_norm.numpy(), (key_norm.numpy(), rope.cos.numpy(), rope.sin.numpy(), np.float32(eps))
-    small, weights = np.float32(eps), (weight_in.numpy(), weight_q.numpy())
+    weights = (pack(weight_in), pack(weight_q), latent_norm.numpy(), weight_in.shape[1], weight_q.shape[1])
+    rest = (key_norm.numpy(), rope.cos.numpy(), rope.sin.numpy(), np.float32(eps))
     shapes = (
         (sizes.num_heads, sizes.head_dim),
         (sizes.head_dim,),
@@ -91,15 +85,9 @@ def bind_project(
     )
 
     def project(x: torch.Tensor, plan: AttentionPlan) -> Projected:
-        num_rows, positions = x.shape[0], plan.host.queries[0]
-        outs = [np.empty((num_rows, *shape), np.float32) for shape in shapes]
-        if num_rows > MAX_ROWS and not row_by_row:
-            y, latent = (x @ weight_in).numpy(), torch.empty((num_rows, sizes.latent))
-            _norm_latents(y, norm, small, latent.numpy())
-            _take_apart(y, (latent @ weight_q).numpy(), sizes.latent, positions, *rest, *outs)
-        else:
-            x = x.contiguous()
-            _project(address(x), positions, *weights, norm, *rest, *outs)
+        x = x.contiguous()
+        outs = [np.empty((x.shape[0], *shape), np.float32) for shape in shapes]
+        _project(address(x), plan.host.queries[0], *weights, *rest, *outs)
         return Projected(*map(torch.from_numpy, outs))
 
     return project
