@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-TILE_ROWS = 128  # query rows at a time; those of a causal tile look no further than its last row does
+TILE_ROWS = 64  # query rows at a time; those of a causal tile look no further than its last row does
 
 
 class Attended(NamedTuple):

@@ -16,6 +16,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "prefill": ("..bench.prefill", "prefill speed against transformers, peak memory by length"),
     "accept": ("..bench.accept", "how many drafted tokens are kept, by draft, domain, temperature and place"),
     "layouts": ("..bench.layouts", "every layout of ranks gives the tokens of one rank"),
+    "ring": ("..bench.ring", "ring, striped, zigzag and gathered attention against dense attention on one rank"),
     "traffic": ("..bench.traffic", "bytes of a forward on every axis against the formulas"),
     "serve": ("..bench.serve", "many requests at once against one by one, latencies, and a long prompt among them"),
     "dispatch": ("..bench.dispatch", "copies and bytes of tokens on their way to experts, by dispatcher"),
