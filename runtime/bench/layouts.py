@@ -2,7 +2,8 @@
 
 Examples:
   dspark bench layouts --ranks 4
-  dspark bench layouts --ranks 8 --model DIR --json
+  dspark bench layouts --ranks 8 --model DIR --model DIR --json
+  dspark bench layouts --only "tp16 dp2 cp4 ep16"
 
 Ranks are forked on this host. Five requests of odd lengths join at different steps; every layout runs them with several
 chunk sizes, both splits of context parallelism, and with and without the checkpoint's draft. A line says which of a
@@ -14,7 +15,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import pathlib
 import random
+import re
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -27,15 +30,22 @@ from ...parallel.topology import Topology
 from ..checkpoint import bundled_model
 from ..checkpoint.placement import layout_problems
 from ..cli import EXIT_FAILED, EXIT_OK, running
+from ..engine import Engine
 from ..engine_config import EngineConfig, resolve
 from ..load import load_engine
 from ..model_config import ModelConfig, load_model_config
 from ..request import Request, SamplingParams
 from . import flags
 from .machine import machine_line
+from .systems import sibling
 
 PROMPT_LENGTHS = (1, 37, 5, 82, 18)
+SHORT_LENGTHS = (1, 19, 5, 31, 8)  # where a step has room for one prompt token
 WHOLE = 1 << 15  # a chunk that holds any prompt here
+
+
+Ids = dict[tuple[int, ...], list[list[int]]]
+"""The new tokens of every request, by the lengths of the prompts."""
 
 
 class Setting(NamedTuple):
@@ -46,37 +56,85 @@ class Setting(NamedTuple):
     cp_split: str
     cp_decode: str
 
+    @property
+    def prompt_lengths(self) -> tuple[int, ...]:
+        """Of the five requests."""
+        return SHORT_LENGTHS if self.chunk_size == 1 else PROMPT_LENGTHS
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's flags."""
-    parser.add_argument("--model", metavar="DIR", help="checkpoint folder (default: the bundled small model)")
+    parser.add_argument(
+        "--model", action="append", metavar="DIR", help="checkpoint folder; repeatable (default: the bundled model)"
+    )
     parser.add_argument("--ranks", type=flags.at_least_one, default=4, metavar="N", help="most ranks (default 4)")
-    parser.add_argument("--new-tokens", type=flags.at_least_one, default=24, metavar="N", help="default 24")
+    parser.add_argument(
+        "--only", action="append", type=layout, metavar="LAYOUT", help='such a layout, as "tp4 pp2 cp2"; repeatable'
+    )
+    parser.add_argument("--part", type=part, default=(1, 1), metavar="K/N", help="every N-th layout, from the K-th on")
+    parser.add_argument("--new-tokens", type=flags.at_least_one, default=16, metavar="N", help="default 16")
     parser.add_argument("--quick", action="store_true", help="fewer chunk sizes")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
+def layout(text: str) -> Topology:
+    """An argument that names the sizes of a layout, as the output does."""
+    sizes = re.findall(r"(tp|pp|dp|cp|ep)(\d+)", text)
+    if not sizes or " ".join(axis + size for axis, size in sizes) != text:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a layout such as 'tp4 pp2 cp2'")
+    try:
+        return Topology(**{axis: int(size) for axis, size in sizes})
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
+
+
+def part(text: str) -> tuple[int, int]:
+    """An argument K/N."""
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a part such as 1/4")
+    return int(found[1]), int(found[2])
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the matrix; 1 if a layout gave other tokens than one rank."""
-    folder = args.model or str(bundled_model())
-    config = load_model_config(folder)
     torch.set_num_threads(1)
     if not args.json:
         print(machine_line(torch.device("cpu")))
     lines, all_same = {}, True
+    configs = {folder: load_model_config(folder) for folder in args.model or [str(bundled_model())]}
+    for folder, config in configs.items():
+        check(folder, config, args.only or [])
     with running():
-        for topology in layouts(config, args.ranks):
-            start = time.perf_counter()
-            wrong = compare(folder, config, topology, settings(config, topology, args.quick), args.new_tokens)
-            all_same &= not wrong
-            name = " ".join(f"{axis}{size}" for axis, size in topology.sizes.items() if size > 1) or "one rank"
-            lines[name] = {"differs": wrong, "seconds": time.perf_counter() - start}
-            if not args.json:
-                verdict = "same ids" if not wrong else f"DIFFERENT IDS in {wrong}"
-                print(f"{name:<28} {verdict} ({lines[name]['seconds']:.1f} s)", flush=True)
+        for folder, config in configs.items():
+            wanted = one_rank(folder, config, args.new_tokens)
+            chosen = args.only or sorted(layouts(config, args.ranks), key=lambda topology: topology.world)
+            for topology in chosen[args.part[0] - 1 :: args.part[1]]:
+                start = time.perf_counter()
+                runs = settings(config, topology, args.quick)
+                wrong = compare(folder, config, topology, runs, args.new_tokens, wanted)
+                all_same &= not wrong
+                name = f"{pathlib.Path(folder).name} {name_of(topology)}"
+                lines[name] = {"differs": wrong, "runs": len(runs), "seconds": time.perf_counter() - start}
+                if not args.json:
+                    verdict = f"same ids in {len(runs)} runs" if not wrong else f"DIFFERENT IDS in {wrong}"
+                    print(f"{name:<40} {verdict} ({lines[name]['seconds']:.1f} s)", flush=True)
     if args.json:
         print(json.dumps(lines))
     return EXIT_OK if all_same else EXIT_FAILED
+
+
+def check(folder: str, config: ModelConfig, chosen: Sequence[Topology]) -> None:
+    """Raise ``ValueError`` for a layout that the model cannot be cut like."""
+    for topology in chosen:
+        problems = layout_problems(config, topology)
+        if problems:
+            raise ValueError(f"{folder} as {name_of(topology)}: {'; '.join(problems)}")
+
+
+def name_of(topology: Topology) -> str:
+    """The sizes above one."""
+    return " ".join(f"{axis}{size}" for axis, size in topology.sizes.items() if size > 1) or "one rank"
 
 
 def layouts(config: ModelConfig, max_ranks: int) -> Iterator[Topology]:
@@ -97,48 +155,68 @@ def settings(config: ModelConfig, topology: Topology, quick: bool) -> list[Setti
     """The runs of one layout; the splits of context parallelism only where there is any."""
     drafts = ["none"] if config.dspark is None else ["none", "dspark"]
     chunks = (7, WHOLE) if quick else (1, 7, 64, WHOLE)
-    splits = [("interleave", "split")]
+    splits = ["interleave", "zigzag"] if topology.cp > 1 else ["interleave"]
+    runs = [Setting(draft, chunk, split, "split") for draft in drafts for chunk in chunks for split in splits]
     if topology.cp > 1:
-        splits += [("zigzag", "split"), ("interleave", "replicate")]
-    return [Setting(draft, chunk, *split) for draft in drafts for chunk in chunks for split in splits]
+        runs += [Setting(draft, chunks[-2], "interleave", "replicate") for draft in drafts]
+    return runs
 
 
-def compare(folder: str, config: ModelConfig, topology: Topology, runs: Sequence[Setting], num_new: int) -> list[str]:
-    """The runs whose ids differ from those of one rank, by name."""
-    want = generate(folder, config, Groups.single(), Setting("none", WHOLE, "interleave", "split"), num_new)
+def compare(
+    folder: str,
+    config: ModelConfig,
+    topology: Topology,
+    runs: Sequence[Setting],
+    num_new: int,
+    wanted: Ids,
+) -> list[str]:
+    """The runs whose ids differ from ``wanted`` on some rank, by name."""
 
     def on_rank(rank: int) -> list[Any]:
         groups = Groups.build(topology, rank)
-        return [generate(folder, config, groups, setting, num_new) for setting in runs]
+        engines = {draft: open_engine(folder, config, groups, draft) for draft in sorted({run.draft for run in runs})}
+        return [generate(engines[run.draft], run, run.prompt_lengths, num_new) for run in runs]
 
     got = run_forked(on_rank, topology.world) if topology.world > 1 else [on_rank(0)]
-    return [str(tuple(setting)) for i, setting in enumerate(runs) if any(rank[i] != want for rank in got)]
+    want = [wanted[run.prompt_lengths] for run in runs]
+    return [str(tuple(run)) for i, run in enumerate(runs) if any(rank[i] != want[i] for rank in got)]
 
 
-def generate(folder: str, config: ModelConfig, groups: Groups, setting: Setting, num_new: int) -> list[list[int]]:
-    """The greedy ids of the requests, each joining two steps after the one before. Collective over the job."""
-    options = EngineConfig(
-        model=folder,
-        max_running=len(PROMPT_LENGTHS),
-        max_context=min(512, config.max_position_embeddings),
-        chunk_size=setting.chunk_size,
-        draft=setting.draft,
-        cp_split=setting.cp_split,
-        cp_decode=setting.cp_decode,
-    )
+def one_rank(folder: str, config: ModelConfig, num_new: int) -> Ids:
+    """What one rank without a draft makes of whole prompts."""
+    alone, plain = open_engine(folder, config, Groups.single(), "none"), Setting("none", WHOLE, "interleave", "split")
+    return {lengths: generate(alone, plain, lengths, num_new) for lengths in (PROMPT_LENGTHS, SHORT_LENGTHS)}
+
+
+def open_engine(folder: str, config: ModelConfig, groups: Groups, draft: str) -> Engine:
+    """An engine in float32 with room for all requests. Collective over the job."""
     options = resolve(
-        options,
+        EngineConfig(
+            model=folder,
+            max_running=len(PROMPT_LENGTHS),
+            max_context=min(512, config.max_position_embeddings),
+            draft=draft,
+        ),
         model_dir=folder,
         device_type="cpu",
         max_positions=config.max_position_embeddings,
         own_draft="none",
     )
-    engine = load_engine(
-        dataclasses.replace(options, dtype="float32"), groups, torch.device("cpu"), model_config=config
-    )
+    options = dataclasses.replace(options, dtype="float32")
+    return load_engine(options, groups, torch.device("cpu"), model_config=config)
+
+
+def generate(weights: Engine, setting: Setting, prompt_lengths: Sequence[int], num_new: int) -> list[list[int]]:
+    """The greedy ids of requests of such lengths, each joining two steps after the one before it. Collective over the
+    job.
+
+    ``weights``: an engine with the setting's draft; what it runs itself does not matter.
+    """
+    changes = {"chunk_size": setting.chunk_size, "cp_split": setting.cp_split, "cp_decode": setting.cp_decode}
+    engine, vocab_size = sibling(weights, **changes), weights.model.config.vocab_size
     numbers = random.Random(7)
     params = SamplingParams(max_new_tokens=num_new, ignore_eos=True)
-    prompts = [tuple(numbers.randrange(config.vocab_size) for _ in range(length)) for length in PROMPT_LENGTHS]
+    prompts = [tuple(numbers.randrange(vocab_size) for _ in range(length)) for length in prompt_lengths]
     waiting = [Request(str(i), prompt, params, i) for i, prompt in enumerate(prompts)]
     ids: list[list[int]] = [[] for _ in prompts]
     steps = 0

@@ -4,13 +4,19 @@ import json
 
 import pytest
 from dspark.parallel.topology import Topology
-from dspark.runtime.bench.layouts import compare, layouts, settings
+from dspark.runtime.bench.layouts import compare, generate, layouts, one_rank, settings
 from dspark.runtime.checkpoint import bundled_model
 from dspark.runtime.cli import main
 from dspark.runtime.model_config import load_model_config
 
 FOLDER = str(bundled_model())
 CONFIG = load_model_config(FOLDER)
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    """The ids of one rank."""
+    return one_rank(FOLDER, CONFIG, 12)
 
 
 @pytest.mark.parametrize(
@@ -27,21 +33,37 @@ CONFIG = load_model_config(FOLDER)
     ],
     ids=lambda sizes: "-".join(f"{axis}{size}" for axis, size in sizes.items()),
 )
-def test_same_tokens_as_one_rank(sizes):
+def test_same_tokens_as_one_rank(sizes, wanted):
     topology = Topology(**sizes)
-    assert compare(FOLDER, CONFIG, topology, settings(CONFIG, topology, quick=True), num_new=12) == []
+    assert compare(FOLDER, CONFIG, topology, settings(CONFIG, topology, quick=True), 12, wanted) == []
 
 
-def test_other_tokens_are_noticed(monkeypatch):
-    """The comparison itself: a run whose ids differ on some rank is named."""
-    topology = Topology(tp=2)
-    runs = settings(CONFIG, topology, quick=True)[:1]
+def test_other_tokens_are_noticed(monkeypatch, capsys):
+    """The comparison itself: a run whose ids differ on some rank is named, and the exit status says so."""
+    real = generate
 
-    def biased(folder, config, groups, setting, num_new):
-        return [[groups.tp.rank]]
+    def biased(weights, setting, prompt_lengths, num_new):
+        ids = real(weights, setting, prompt_lengths, num_new)
+        return ids if weights.groups.world.rank == 0 or setting.chunk_size == 7 else [ids[0][:-1], *ids[1:]]
 
     monkeypatch.setattr("dspark.runtime.bench.layouts.generate", biased)
-    assert compare(FOLDER, CONFIG, topology, runs, num_new=4) == [str(tuple(runs[0]))]
+    assert main(["bench", "layouts", "--only", "tp2", "--quick", "--new-tokens", "3"]) == 1
+    out = capsys.readouterr().out
+    assert "v4-tiny tp2" in out and "('none', 32768," in out and "('none', 7," not in out
+
+
+@pytest.mark.parametrize(
+    "flags,message",
+    [
+        (["--only", "tp3 cp2"], "3 is not divisible by"),
+        (["--only", "two ranks"], "not a layout"),
+        (["--only", "tp16"], "v4-tiny as tp16"),
+        (["--part", "3/2"], "not a part"),
+    ],
+)
+def test_layouts_that_do_not_exist_are_refused(flags, message, capsys):
+    assert main(["bench", "layouts", *flags]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_every_layout_of_eight_ranks_is_listed():
