@@ -4,5 +4,5 @@
 # Usage: scripts/layout_matrix.sh [--model DIR]... [options of dspark bench layouts, such as --part 1/4]
 set -euo pipefail
 export OMP_NUM_THREADS=1
-python -P -m dspark.runtime bench layouts --ranks 8 "$@"
-python -P -m dspark.runtime bench layouts --only "tp16 dp2 cp4 ep16" "$@"
+"${PYTHON:-python}" -P -m dspark.runtime bench layouts --ranks 8 "$@"
+"${PYTHON:-python}" -P -m dspark.runtime bench layouts --only "tp16 dp2 cp4 ep16" "$@"
