@@ -140,7 +140,8 @@ def run(args: argparse.Namespace) -> int:
         options = {"draft": spec.name, "gamma": gamma, "max_running": args.max_running, "seed": args.seed}
         own = argparse.Namespace(**vars(args) | {"model": str(spec.folder)})
         with flags.open_alone(own, **options) as session:
-            prompts = prompts_by_domain(args, session)
+            read = prompts_by_domain(session, args.prompts, args.max_new_tokens)
+            prompts = {domain: list(ids[: args.num_prompts]) for domain, ids in read.items()}
             with running():
                 results[spec.label] = measure(session, spec.label, prompts, args.temperature, args.max_new_tokens)
             machine = machine_line(session.process.device)
@@ -190,25 +191,28 @@ def common_gamma(wanted: int | None, specs: Sequence[DraftSpec]) -> int:
     return min(most.values()) if wanted is None else wanted
 
 
-def prompts_by_domain(args: argparse.Namespace, session: Session) -> dict[str, list[tuple[int, ...]]]:
-    """Prompt ids by domain: of the files, called by their names, or built in."""
-    if args.prompts:
+def prompts_by_domain(
+    session: Session, files: Sequence[str] | None, max_new_tokens: int
+) -> dict[str, Sequence[tuple[int, ...]]]:
+    """Prompt ids by domain: of the files, called by their names, or built in. Raises ``ValueError`` where they and
+    ``max_new_tokens`` more do not fit."""
+    if files:
         encode = session.encode if session.tokenizer is not None else None
-        names = [pathlib.Path(path).name.removesuffix(".jsonl") for path in args.prompts]
+        names = [pathlib.Path(path).name.removesuffix(".jsonl") for path in files]
         if len(set(names)) < len(names) or ALL in names:
             raise ValueError(f"--prompts: the files are called by their names, which must differ: {', '.join(names)}")
-        read = {n: prompts_from_file(p, encode, session.vocab_size).ids for n, p in zip(names, args.prompts)}
+        read = {n: prompts_from_file(p, encode, session.vocab_size).ids for n, p in zip(names, files)}
     else:
         read = {domain: tuple(map(session.encode, texts)) for domain, texts in DOMAINS.items()}
-    room = session.max_context - args.max_new_tokens
+    room = session.max_context - max_new_tokens
     for domain, prompts in read.items():
         longest = max(map(len, prompts))
         if longest > room:
             raise ValueError(
                 f"a prompt of {domain} has {longest} tokens, but {session.max_context} positions less "
-                f"{args.max_new_tokens} new tokens leave {room}"
+                f"{max_new_tokens} new tokens leave {room}"
             )
-    return {domain: list(prompts[: args.num_prompts]) for domain, prompts in read.items()}
+    return read
 
 
 def measure(

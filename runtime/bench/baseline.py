@@ -59,4 +59,4 @@ class TransformersSystem:
         )
         new = out[:, ids.shape[1] :].tolist()
         assert len(stamps) == num_new, f"{len(stamps)} steps for {num_new} new tokens"
-        return Decoded(new, start, stamps, [len(prompts)] * num_new)
+        return Decoded(new, start, stamps, [len(prompts)] * num_new, [len(prompts)] * num_new)

@@ -4,12 +4,16 @@ Examples:
   dspark bench decode
   dspark bench decode --batch 1,8 --new-tokens 64 --rounds 5 --json
   dspark bench decode --profile
+  dspark bench decode --draft auto --batch 1,4,16 --verify static,async
 
 One thread, one rank, no draft. Tokens a second count the steps after the first new token, so prefill is left out, on
 both sides; both run every round in turning order, and medians over the rounds are shown. The ids of both must agree:
 where they do not, that is said and the exit status is 1. Prompts of a batch have one length, because transformers'
 cache of this model family cannot decode padded prompts. A second table has the time per token at short and long
 contexts, which take turns step by step.
+
+With --draft, the engine with that draft against itself without: by domain, batch size and verify mode. See also
+dspark bench accept.
 """
 
 from __future__ import annotations
@@ -24,12 +28,14 @@ from typing import NamedTuple
 import torch
 
 from ..cli import EXIT_FAILED, EXIT_OK, running
+from ..engine_config import VERIFY_MODES
 from ..model_config import ModelConfig
 from ..progress import shown
 from ..request import Request, SamplingParams
 from ..session import Session
 from . import flags
 from .baseline import TransformersSystem, import_transformers
+from .drafted import run as run_drafted
 from .machine import Setting, machine_line
 from .picture import save_bars
 from .profiling import Profile, profile_decode
@@ -57,6 +63,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N[,N...]",
         help="contexts to compare the time per token at (default 400,4000 as far as the model reaches)",
     )
+    parser.add_argument(
+        "--draft", metavar="NAME", help="compare with and without a draft: auto (the checkpoint's), ..."
+    )
+    parser.add_argument("--gamma", type=flags.at_least_one, metavar="N", help="drafts a block, with --draft")
+    parser.add_argument(
+        "--verify", type=verify_modes, default=("static",), metavar="MODE[,...]", help="with --draft (default static)"
+    )
     parser.add_argument("--profile", action="store_true", help="also show where the time of a step goes")
     flags.add_speed_flags(parser)
     flags.add_bench_flags(parser)
@@ -67,6 +80,10 @@ def run(args: argparse.Namespace) -> int:
     flags.check_output(args)
     if args.new_tokens < 2:
         raise ValueError(f"--new-tokens is {args.new_tokens}; at least 2, since the first one belongs to prefill")
+    if args.draft is not None:
+        return run_drafted(args)
+    if args.gamma is not None:
+        raise ValueError(f"--gamma {args.gamma} needs --draft")
     transformers = import_transformers("decode")
     _, config = flags.model_of(args)
     contexts = choose_contexts(args, config)
@@ -95,6 +112,15 @@ def run(args: argparse.Namespace) -> int:
             setting = Setting(flags.measured(session), baseline.about, how, torch.get_num_threads(), machine)
     report(args, setting, batches, times, profiles)
     return EXIT_OK if all(batch.difference is None for batch in batches.values()) else EXIT_FAILED
+
+
+def verify_modes(text: str) -> tuple[str, ...]:
+    """An argument that is one or several verify modes, with commas."""
+    modes = tuple(text.split(","))
+    for mode in modes:
+        if mode not in VERIFY_MODES:
+            raise argparse.ArgumentTypeError(f"{mode!r} is none of {', '.join(VERIFY_MODES)}")
+    return modes
 
 
 def profiled(args: argparse.Namespace) -> Sequence[int]:

@@ -16,12 +16,14 @@ from .timing import waiter
 
 class Decoded(NamedTuple):
     """A greedy run of some prompts at once. ``token_ids``: new tokens by prompt. ``start``: the clock before prefill;
-    ``stamps`` and ``counts``: the clock after every step that gave tokens, and how many it gave. Seconds."""
+    ``stamps``, ``counts`` and ``requests``: the clock after every step that gave tokens, how many it gave, and to how
+    many prompts. Seconds."""
 
     token_ids: list[list[int]]
     start: float
     stamps: list[float]
     counts: list[int]
+    requests: list[int]
 
     @property
     def prefill_seconds(self) -> float:
@@ -54,7 +56,7 @@ class EngineSystem:
         """See :class:`System`."""
         params = SamplingParams(max_new_tokens=num_new, ignore_eos=True)
         tokens: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
-        stamps, counts = [], []
+        stamps, counts, requests = [], [], []
         start = time.perf_counter()
         for i, ids in enumerate(prompts):
             self.engine.add(Request(str(i), tuple(ids), params, i))
@@ -65,9 +67,10 @@ class EngineSystem:
             if fresh:
                 stamps.append(time.perf_counter())
                 counts.append(fresh)
+                requests.append(sum(bool(event.token_ids) for event in events))
             for event in events:
                 tokens[event.request_id] += event.token_ids
-        return Decoded(list(tokens.values()), start, stamps, counts)
+        return Decoded(list(tokens.values()), start, stamps, counts, requests)
 
 
 def sibling(engine: Engine, model: DeepseekV4 | None = None, **changes: object) -> Engine:

@@ -82,7 +82,7 @@ class DSparkDrafter:
         confidence = None
         if draft.enable_confidence_head:
             confidence = load_confidence_head(last.scope("confidence_head"), has_bias=False)
-        self._heads = HostHeads(markov, confidence)
+        self.heads = HostHeads(markov, confidence)
 
     @classmethod
     def tap_layers(cls, config: ModelConfig) -> tuple[int, ...]:
@@ -135,7 +135,7 @@ class DSparkDrafter:
         if noise is None:
             return None
         hidden, base_logits = (x.float().cpu().numpy() for x in (hidden, base_logits))
-        return self._heads.draw_block(base_logits, hidden, np.array(requests.anchors), *noise)
+        return self.heads.draw_block(base_logits, hidden, np.array(requests.anchors), *noise)
 
     @torch.inference_mode()
     def forward(self, requests: DraftRequests) -> tuple[torch.Tensor, torch.Tensor]:

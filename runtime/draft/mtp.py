@@ -87,7 +87,7 @@ class MTPDrafter:
         layout = CacheLayout((attention, streams), room.max_verify, dtype.itemsize)
         self._cache = Cache(layout, room.num_slots, 0, 0, device, dtype)
         self.caches = (self._cache,)
-        self._heads = HostHeads(None, None)
+        self.heads = HostHeads(None, None)
 
     @classmethod
     def tap_layers(cls, config: ModelConfig) -> tuple[int, ...]:
@@ -174,7 +174,7 @@ class MTPDrafter:
         base = logits.float().cpu().numpy()[:, None]
         uniforms = None if noise.uniforms is None else noise.uniforms[:, k : k + 1]
         nothing = np.empty((len(base), 1, 0), np.float32)
-        return self._heads.draw_block(base, nothing, np.empty(len(base), np.int64), noise.temperatures, uniforms)
+        return self.heads.draw_block(base, nothing, np.empty(len(base), np.int64), noise.temperatures, uniforms)
 
     def _join(self, streams: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """The layer's input [R, n, D] from ``streams`` [R, n, D] of positions and the ``tokens`` [R] behind them."""

@@ -148,3 +148,29 @@ def test_names(capsys):
     with pytest.raises(SystemExit) as end:
         main(["bench", "decode", "--help"])
     assert end.value.code == 0 and "--new-tokens" in capsys.readouterr().out
+
+
+def test_draft_on_and_off(capsys, tmp_path):
+    """The figures fit the tokens: 23 after the first one, in as many rounds as their mean says."""
+    prompts = tmp_path / "golden.jsonl"
+    prompts.write_text("".join(json.dumps({"token_ids": item["prompt_ids"]}) + "\n" for item in GOLDEN[:2]))
+    flags = ["--draft", "auto", "--gamma", "3", "--batch", "1,2", "--verify", "static,sync", "--rounds", "2"]
+    assert main(["bench", "decode", *flags, "--new-tokens", "24", "--prompts", str(prompts), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    for name in ("golden_batch_1_static", "golden_batch_2_static", "golden_batch_1_sync", "golden_batch_2_sync"):
+        figures = result[name]
+        assert figures["ids_equal"] is True
+        assert figures["ratio"] == pytest.approx(figures["tokens_per_s"] / figures["plain_tokens_per_s"])
+        assert 1 <= figures["tokens_per_round"] <= 4 and 0 <= figures["loop_share"] < 1
+        assert figures["round_steps"] > 0
+    assert result["golden_batch_1_static"]["tokens_per_round"] > 1.2
+    assert result["golden_batch_1_static"]["tokens_per_round"] >= result["golden_batch_1_sync"]["tokens_per_round"]
+
+
+def test_draft_flags_that_do_not_fit(capsys):
+    assert main(["bench", "decode", "--gamma", "3"]) == 2
+    assert "--gamma 3 needs --draft" in capsys.readouterr().err
+    assert main(["bench", "decode", "--draft", "none", *SMALL]) == 2
+    assert "no draft to compare with" in capsys.readouterr().err
+    assert main(["bench", "decode", "--draft", "auto", "--verify", "often"]) == 2
+    assert "'often' is none of static, sync, async" in capsys.readouterr().err
