@@ -25,7 +25,8 @@ from .probe import Probe
 
 
 class MoESizes(NamedTuple):
-    """``limit``: the swiglu clamp, infinity for none. ``hashed``: experts are chosen by token id."""
+    """``limit``: the swiglu clamp, infinity for none. ``hashed``: experts are chosen by token id.
+    Experts are chosen from the best ``topk_groups`` of ``num_groups`` groups of neighbouring experts."""
 
     hidden_size: int
     num_experts: int
@@ -37,6 +38,8 @@ class MoESizes(NamedTuple):
     scale: float
     hashed: bool
     vocab_size: int
+    num_groups: int = 1
+    topk_groups: int = 1
 
 
 class Router:
@@ -52,7 +55,12 @@ class Router:
             self._route = lambda logits, ids: route(logits, table[ids])
         else:
             bias = source.take("bias", dtype=torch.float32)
-            route = kernels.bind("route_scored", bias=bias, top_k=sizes.top_k, **law)
+            law |= {"bias": bias, "top_k": sizes.top_k}
+            if sizes.num_groups > 1:
+                groups = {"num_groups": sizes.num_groups, "topk_groups": sizes.topk_groups}
+                route = kernels.bind("route_grouped", **law, **groups)
+            else:
+                route = kernels.bind("route_scored", **law)
             self._route = lambda logits, ids: route(logits)
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor) -> Routing:

@@ -1,4 +1,5 @@
-"""Rotary tables. Rotation is interleaved (pairs 2i, 2i+1) and acts on the trailing ``rope_dim`` channels of a head."""
+"""Rotary tables. Rotation is interleaved (pairs 2i, 2i+1) on the trailing ``rope_dim`` channels of a head, or, where
+:func:`rotate_halves` says so, of pairs (i, i + rope_dim / 2)."""
 
 from __future__ import annotations
 
@@ -17,6 +18,16 @@ class Yarn(NamedTuple):
     beta_slow: float
 
 
+class Llama3(NamedTuple):
+    """Llama 3 scaling: channels that turn less than ``low`` times over the original length are divided by ``factor``,
+    those that turn more than ``high`` times are kept, with a smooth change between."""
+
+    factor: float
+    original_max_position: int
+    low: float
+    high: float
+
+
 class RopeTable(NamedTuple):
     """``cos`` and ``sin``, each float32 [num_positions, rope_dim / 2]."""
 
@@ -24,7 +35,7 @@ class RopeTable(NamedTuple):
     sin: torch.Tensor
 
 
-def inverse_frequencies(rope_dim: int, theta: float, yarn: Yarn | None = None) -> torch.Tensor:
+def inverse_frequencies(rope_dim: int, theta: float, scaling: Yarn | Llama3 | None = None) -> torch.Tensor:
     """Angular frequencies per channel pair, float32 [rope_dim / 2].
 
     With yarn, slow channels are interpolated (divided by ``factor``), fast ones kept, with a linear ramp between the
@@ -32,8 +43,13 @@ def inverse_frequencies(rope_dim: int, theta: float, yarn: Yarn | None = None) -
     """
     exponents = torch.arange(0, rope_dim, 2, dtype=torch.float32) / rope_dim
     inv = 1.0 / (theta**exponents)
-    if yarn is None:
+    if scaling is None:
         return inv
+    if isinstance(scaling, Llama3):
+        turns = scaling.original_max_position * inv / (2 * math.pi)
+        kept = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
+        return inv * kept + inv / scaling.factor * (1 - kept)
+    yarn = scaling
 
     def channel_of(num_turns: float) -> float:
         return rope_dim * math.log(yarn.original_max_position / (num_turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -46,12 +62,27 @@ def inverse_frequencies(rope_dim: int, theta: float, yarn: Yarn | None = None) -
 
 
 def build_rope_table(
-    rope_dim: int, theta: float, num_positions: int, yarn: Yarn | None = None, device: torch.device | str = "cpu"
+    rope_dim: int,
+    theta: float,
+    num_positions: int,
+    scaling: Yarn | Llama3 | None = None,
+    device: torch.device | str = "cpu",
+    magnitude: float = 1.0,
 ) -> RopeTable:
-    """Tables for positions ``0 .. num_positions - 1``. Angles are float32 products, as the models were trained with."""
-    inv = inverse_frequencies(rope_dim, theta, yarn)
+    """Tables for positions ``0 .. num_positions - 1``. Angles are float32 products, as the models were trained with;
+    cos and sin are multiplied by ``magnitude``."""
+    inv = inverse_frequencies(rope_dim, theta, scaling)
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inv)
-    return RopeTable(angles.cos().to(device), angles.sin().to(device))
+    return RopeTable((angles.cos() * magnitude).to(device), (angles.sin() * magnitude).to(device))
+
+
+def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """``x`` [..., width] with its leading ``2 * cos.shape[-1]`` channels rotated in pairs (i, i + half); ``cos``,
+    ``sin`` broadcast over the leading axes. Computed in float32, returned in ``x``'s dtype."""
+    half = cos.shape[-1]
+    first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return rotated if x.shape[-1] == 2 * half else torch.cat((rotated, x[..., 2 * half :]), dim=-1)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool = False) -> torch.Tensor:

@@ -11,16 +11,12 @@ used in every layer's pool, so one table serves all layers.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from ..layers.attention.plan import HostLayerCache, LayerCache
-from ..layers.attention.v4 import V4AttentionSizes
-
-MIN_PAGE_TOKENS = 256
+from ..layers.attention.plan import CacheRows, HostLayerCache, LayerCache, page_tokens
 
 
 @dataclass(frozen=True)
@@ -32,7 +28,7 @@ class CacheLayout:
     model, where these are the layers of one pipeline stage: all stages must count pages alike.
     """
 
-    layers: tuple[V4AttentionSizes, ...]
+    layers: tuple[CacheRows, ...]
     max_verify: int
     itemsize: int
     spare_rows: int = 0
@@ -51,33 +47,32 @@ class CacheLayout:
     @property
     def page_tokens(self) -> int:
         """Tokens of a page: a multiple of every ratio of the model, so that no window straddles pages."""
-        unit = math.lcm(*self.page_ratios) if self.page_ratios else MIN_PAGE_TOKENS
-        return unit * -(-MIN_PAGE_TOKENS // unit)
+        return page_tokens(self.page_ratios)
 
-    def window_rows(self, sizes: V4AttentionSizes) -> int:
-        """Ring rows of the sliding keys."""
-        return sizes.window + self.max_verify + self.spare_rows
+    def window_rows(self, sizes: CacheRows) -> int:
+        """Ring rows of the sliding keys; 0 for kinds without a window."""
+        return sizes.window + self.max_verify + self.spare_rows if sizes.window else 0
 
-    def raw_rows(self, sizes: V4AttentionSizes) -> int:
+    def raw_rows(self, sizes: CacheRows) -> int:
         """Ring rows of the compressor inputs; 0 for kinds without a compressor."""
         return sizes.raw_span + self.max_verify + self.spare_rows if sizes.raw_span else 0
 
-    def resume_rows(self, sizes: V4AttentionSizes) -> tuple[int, int]:
+    def resume_rows(self, sizes: CacheRows) -> tuple[int, int]:
         """Ring rows of the sliding keys and of the compressor inputs that a request going on at a page boundary reads.
 
         No window is open there; an entry that overlaps the window before it reads that one's rows.
         """
         return sizes.window, max(sizes.raw_span - sizes.ratio, 0)
 
-    def entry_width(self, sizes: V4AttentionSizes) -> int:
-        """Numbers stored per compressed entry."""
-        return {"sliding": 0, "hca": sizes.head_dim, "csa": sizes.head_dim + sizes.index_head_dim}[sizes.kind]
+    def entry_width(self, sizes: CacheRows) -> int:
+        """Numbers stored per entry of the pools."""
+        return sizes.entry_width + sizes.index_width
 
     @property
     def bytes_per_slot(self) -> int:
         """Bytes of all rings of one request, whatever its length."""
         numbers = sum(
-            self.window_rows(sizes) * sizes.head_dim + self.raw_rows(sizes) * sizes.raw_width for sizes in self.layers
+            self.window_rows(sizes) * sizes.ring_width + self.raw_rows(sizes) * sizes.raw_width for sizes in self.layers
         )
         return numbers * self.itemsize
 
@@ -97,7 +92,7 @@ class CacheLayout:
         numbers = 0
         for sizes in self.layers:
             window, raw = self.resume_rows(sizes)
-            numbers += window * sizes.head_dim + raw * sizes.raw_width
+            numbers += window * sizes.ring_width + raw * sizes.raw_width
         return numbers * self.itemsize
 
     def pages_for(self, num_tokens: int) -> int:
@@ -132,16 +127,15 @@ class Cache:
         self._pages: dict[int, list[int]] = {}
 
     def _layer(
-        self, sizes: V4AttentionSizes, num_slots: int, num_pages: int, device: torch.device, dtype: torch.dtype
+        self, sizes: CacheRows, num_slots: int, num_pages: int, device: torch.device, dtype: torch.dtype
     ) -> LayerCache:
         layout = self.layout
         per_page = layout.page_tokens // sizes.ratio if sizes.ratio else 0
-        index_width = sizes.index_head_dim if sizes.kind == "csa" else 0
         shapes = (
-            (num_slots, layout.window_rows(sizes), sizes.head_dim),
+            (num_slots, layout.window_rows(sizes), sizes.ring_width),
             (num_slots, layout.raw_rows(sizes), sizes.raw_width),
-            (num_pages if per_page else 0, per_page, sizes.head_dim),
-            (num_pages if index_width else 0, per_page, index_width),
+            (num_pages if sizes.entry_width else 0, per_page, sizes.entry_width),
+            (num_pages if sizes.index_width else 0, per_page, sizes.index_width),
         )
         buffers = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
         # Masked reads multiply stale rows by zero, so those must be finite.

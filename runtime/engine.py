@@ -26,7 +26,7 @@ from .cache import Cache
 from .decide import Drafted, Ends, Recorder, StopStrings, make_decider
 from .draft import Drafter, DraftRequests
 from .engine_config import EngineConfig
-from .models.deepseek_v4 import DeepseekV4, ModelOutput
+from .models.base import Model, ModelOutput
 from .outcome import Outcome, read_logprobs, table_width
 from .prefix import PrefixTree, RingSnapshots
 from .request import FinishReason, Request, TokenEvent, TokenLogprob, token_budget
@@ -59,7 +59,7 @@ class Engine:
 
     def __init__(
         self,
-        model: DeepseekV4,
+        model: Model,
         drafter: Drafter,
         cache: Cache,
         groups: Groups,

@@ -17,8 +17,8 @@ from .draft import Drafter, drafter_class
 from .draft.base import DraftElsewhere, DraftRoom
 from .engine import Engine
 from .engine_config import EngineConfig
-from .model_config import ModelConfig, load_model_config
-from .models.deepseek_v4 import DeepseekV4, attention_sizes
+from .model_config import Config, load_model_config, only_for
+from .models import family
 
 
 def load_engine(
@@ -26,7 +26,7 @@ def load_engine(
     groups: Groups,
     device: torch.device,
     *,
-    model_config: ModelConfig | None = None,
+    model_config: Config | None = None,
     text: StopStrings | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Engine:
@@ -36,13 +36,15 @@ def load_engine(
     Raises ``ValueError`` naming what is wrong with the checkpoint.
     """
     model_config = load_model_config(config.model) if model_config is None else model_config
+    if config.deterministic:
+        only_for(model_config, "deepseek_v4", "--deterministic")
     dtype = getattr(torch, config.dtype)
     reader = CheckpointReader(config.model, model_config, dtype, progress=progress)
     source = OnDevice(reader, device)
     kernels, draft = choose(device, dtype, config.deterministic), drafter_class(config.draft)
     taps = draft.tap_layers(model_config)
     sizes = (config.max_context, device, taps, dtype, draft.tap_kind)
-    model = DeepseekV4(model_config, source, groups, kernels, *sizes)
+    model = family(model_config.model_type).build(model_config, source, groups, kernels, *sizes)
     max_verify = 1 + (config.gamma or draft.default_gamma(model_config))
     if max_verify > 1 and not draft.has_confidence(model_config):
         check_untrimmed(config)
@@ -53,11 +55,11 @@ def load_engine(
         drafter = draft.load(model_config, source, model, groups, kernels, room, config.gamma)
     else:
         drafter = DraftElsewhere(max_verify - 1)
-    cache = make_cache(model_config, config, device, max_verify, groups.pp)
+    cache = make_cache(model_config, config, device, max_verify, groups.pp, groups.attn_tp.size)
     return Engine(model, drafter, cache, groups, config, text)
 
 
-def draft_rows(draft: type[Drafter], model_config: ModelConfig, max_verify: int) -> int:
+def draft_rows(draft: type[Drafter], model_config: Config, max_verify: int) -> int:
     """Rows of a draft's rings beyond its window.
 
     A block is stored as wide as it was trained, and the rows before the one that follows it must survive that.
@@ -74,27 +76,31 @@ def check_untrimmed(config: EngineConfig) -> None:
 
 
 def make_cache(
-    model_config: ModelConfig,
+    model_config: Config,
     config: EngineConfig,
     device: torch.device,
     max_verify: int = 1,
     pipeline: Group | None = None,
+    attn_tp: int = 1,
 ) -> Cache:
     """A cache for ``config.max_running`` requests, of ``config.max_context`` tokens each unless its size is given.
 
     ``max_verify``: rows of the widest step that may be rolled back. ``pipeline``: whose stages share the layers; all
-    layers are here without one. Raises ``ValueError`` if ``config.cache_bytes`` leaves no room for a page.
+    layers are here without one. ``attn_tp``: ranks that share the heads. Raises ``ValueError`` if
+    ``config.cache_bytes`` leaves no room for a page.
     """
     dtype, num_layers, num_slots = getattr(torch, config.dtype), model_config.num_layers, config.max_running
     stages = [range(num_layers)] if pipeline is None else stage_layers(num_layers, pipeline.size)
-    sizes = [attention_sizes(model_config, layer) for layer in range(num_layers)]
-    ratios = CacheLayout(tuple(sizes), max_verify, dtype.itemsize).ratios
-    layouts = [
-        CacheLayout(tuple(sizes[layers.start : layers.stop]), max_verify, dtype.itemsize, model_ratios=ratios)
-        for layers in stages
-    ]
+    layouts = [cache_layout(model_config, layers, max_verify, dtype.itemsize, attn_tp) for layers in stages]
     layout = layouts[0 if pipeline is None else pipeline.rank]
     num_pages = num_slots * layout.pages_for(config.max_context) if config.cache_pages is None else config.cache_pages
     if config.cache_bytes is not None:
         num_pages = min(num_pages, pages_within(layouts, num_slots, config.num_snapshots, config.cache_bytes))
     return Cache(layout, num_slots, num_pages, config.max_context, device, dtype)
+
+
+def cache_layout(config: Config, layers: range, max_verify: int, itemsize: int, attn_tp: int = 1) -> CacheLayout:
+    """The cache of some of the target's ``layers``, on a rank of the ``attn_tp`` that share the heads."""
+    rows = family(config.model_type).cache_rows(config, attn_tp)
+    ratios = CacheLayout(rows, max_verify, itemsize).ratios
+    return CacheLayout(rows[layers.start : layers.stop], max_verify, itemsize, model_ratios=ratios)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pathlib
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 ScoringFunc = Literal["sqrtsoftplus", "sigmoid", "softmax"]
 LayerKind = Literal["sliding", "csa", "hca"]
@@ -47,6 +47,35 @@ LIMITS: dict[str, tuple[int, int]] = {
 }
 MAX_EXPERT_BLOCKS = 2**16  # routed experts of all layers together
 MAX_COMPRESS_RATIO = 4096
+
+
+class Config(Protocol):
+    """What the runtime needs to know of any model; each family has its own class."""
+
+    model_type: ClassVar[str] | str
+    """A key of :data:`.models.MODELS`."""
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_key_heads: int
+    """Key heads that are cut over the ranks of an attention block; 1 where all share one."""
+    head_dim: int
+    num_experts: int
+    num_experts_per_tok: int
+    num_hash_layers: int
+    """Layers whose router goes by token id."""
+    max_position_embeddings: int
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    num_nextn_predict_layers: int
+    num_draft_stages: int
+    dspark: DSparkConfig | None
+    quantization: QuantizationConfig | None
+
+    def routed_blocks(self, with_draft: bool) -> list[tuple[str, int]]:
+        """The canonical names of the blocks that route, and how many experts each has."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +184,9 @@ class ModelConfig:
     dspark: DSparkConfig | None = None
     hc_kind: Literal["mhc", "hc"] = "mhc"
 
+    model_type: ClassVar[str] = "deepseek_v4"
+    num_key_heads: ClassVar[int] = 1
+
     def __post_init__(self) -> None:
         _check_sizes(self)
         _check_layers(self)
@@ -169,6 +201,19 @@ class ModelConfig:
         """Blocks under ``mtp.*``: one per DSpark target layer, else one per plain multi-token prediction layer."""
         return len(self.dspark.target_layer_ids) if self.dspark is not None else self.num_nextn_predict_layers
 
+    @property
+    def num_hash_layers(self) -> int:
+        """Layers whose router goes by token id."""
+        return sum(self.hash_layers)
+
+    def routed_blocks(self, with_draft: bool) -> list[tuple[str, int]]:
+        """The canonical names of the blocks that route, and how many experts each has."""
+        blocks = [(f"layers.{layer}", self.num_experts) for layer in range(self.num_layers)]
+        if with_draft:
+            num_experts = self.num_experts if self.dspark is None else self.dspark.num_routed_experts
+            blocks += [(f"mtp.{stage}", num_experts) for stage in range(self.num_draft_stages)]
+        return blocks
+
     @classmethod
     def from_dict(cls, config: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
         """A config from the parsed ``config.json`` (HF nested, release flat, or ``inference/config.json`` names).
@@ -181,18 +226,27 @@ class ModelConfig:
         return model_config_from_dict(config, generation)
 
 
-def load_model_config(folder: str | pathlib.Path) -> ModelConfig:
-    """The config of the checkpoint in ``folder`` (``config.json`` and, if present, ``generation_config.json``).
+def load_model_config(folder: str | pathlib.Path) -> Config:
+    """The config of the checkpoint in ``folder`` (``config.json`` and, if present, ``generation_config.json``), of
+    whatever model it is.
 
     Raises ``ValueError`` when a file is absent, too large, not strict JSON, or does not describe a model we can run.
     """
     from .checkpoint.config_file import read_config_files
+    from .models import family, model_type
 
     config, generation = read_config_files(pathlib.Path(folder))
-    return ModelConfig.from_dict(config, generation)
+    return family(model_type(config)).read_config(config, generation)
 
 
-def _within(name: str, value: int, low: int, high: int) -> None:
+def only_for(config: Config, model_type: str, what: str) -> None:
+    """Raise ``ValueError`` if ``what`` was asked for another model than it is made for."""
+    if config.model_type != model_type:
+        raise ValueError(f"{what} works on {model_type} models, but this one is {config.model_type}")
+
+
+def within(name: str, value: int, low: int, high: int) -> None:
+    """Raise ``ValueError`` unless ``value`` is an integer in [low, high]."""
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise ValueError(f"{name} is {value!r:.40}, outside [{low}, {high}]")
 
@@ -202,7 +256,8 @@ def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name} is {value!r:.60}, not one of {', '.join(choices)}")
 
 
-def _positive(name: str, value: float, limit: float = math.inf) -> None:
+def positive(name: str, value: float, limit: float = math.inf) -> None:
+    """Raise ``ValueError`` unless ``value`` is a positive number of at most ``limit``."""
     if not (math.isfinite(value) and 0 < value <= limit):
         raise ValueError(
             f"{name} is {value}, not a positive number" + (f" of at most {limit:g}" if limit < math.inf else "")
@@ -211,7 +266,7 @@ def _positive(name: str, value: float, limit: float = math.inf) -> None:
 
 def _check_sizes(config: ModelConfig) -> None:
     for name, (low, high) in LIMITS.items():
-        _within(name, getattr(config, name), low, high)
+        within(name, getattr(config, name), low, high)
     if config.num_heads % config.o_groups:
         raise ValueError(f"num_heads {config.num_heads} is not a multiple of o_groups {config.o_groups}")
     if config.rope_dim % 2:
@@ -220,11 +275,12 @@ def _check_sizes(config: ModelConfig) -> None:
         if config.rope_dim > getattr(config, name):
             raise ValueError(f"rope_dim {config.rope_dim} exceeds {name} {getattr(config, name)}")
     _check_top_k(config.num_experts_per_tok, config.num_experts)
-    _check_expert_blocks("num_layers", config.num_layers, config.num_experts)
-    _check_expert_blocks("num_nextn_predict_layers", config.num_nextn_predict_layers, config.num_experts)
+    check_expert_blocks("num_layers", config.num_layers, config.num_experts)
+    check_expert_blocks("num_nextn_predict_layers", config.num_nextn_predict_layers, config.num_experts)
 
 
-def _check_expert_blocks(name: str, layers: int, experts: int) -> None:
+def check_expert_blocks(name: str, layers: int, experts: int) -> None:
+    """Raise ``ValueError`` if that many experts in that many layers are more than is believed."""
     if layers * experts > MAX_EXPERT_BLOCKS:
         raise ValueError(
             f"{name} {layers} x {experts} experts is {layers * experts} expert blocks, more than {MAX_EXPERT_BLOCKS}"
@@ -243,9 +299,9 @@ def _check_layers(config: ModelConfig) -> None:
     for layer, (kind, ratio) in enumerate(zip(config.layer_kinds, config.compress_ratios)):
         _one_of(f"layer_kinds[{layer}]", kind, LAYER_KINDS)
         if kind == "sliding":
-            _within(f"compress_ratios[{layer}] of a sliding layer", ratio, 0, 0)
+            within(f"compress_ratios[{layer}] of a sliding layer", ratio, 0, 0)
         else:
-            _within(f"compress_ratios[{layer}] of a {kind} layer", ratio, 1, MAX_COMPRESS_RATIO)
+            within(f"compress_ratios[{layer}] of a {kind} layer", ratio, 1, MAX_COMPRESS_RATIO)
 
 
 def _check_rope(name: str, rope: RopeConfig) -> None:
@@ -255,11 +311,11 @@ def _check_rope(name: str, rope: RopeConfig) -> None:
         return
     if not (math.isfinite(rope.yarn.factor) and 1 <= rope.yarn.factor <= 1e6):
         raise ValueError(f"{name}: yarn factor is {rope.yarn.factor}, outside [1, 1e6]")
-    _within(
+    within(
         f"{name}: yarn original_max_position", rope.yarn.original_max_position, 1, LIMITS["max_position_embeddings"][1]
     )
-    _positive(f"{name}: yarn beta_slow", rope.yarn.beta_slow, 1e6)
-    _positive(f"{name}: yarn beta_fast", rope.yarn.beta_fast, 1e6)
+    positive(f"{name}: yarn beta_slow", rope.yarn.beta_slow, 1e6)
+    positive(f"{name}: yarn beta_fast", rope.yarn.beta_fast, 1e6)
     if rope.yarn.beta_fast < rope.yarn.beta_slow:
         raise ValueError(f"{name}: yarn beta_fast {rope.yarn.beta_fast} is below beta_slow {rope.yarn.beta_slow}")
 
@@ -267,34 +323,32 @@ def _check_rope(name: str, rope: RopeConfig) -> None:
 def _check_numbers(config: ModelConfig) -> None:
     _one_of("scoring_func", config.scoring_func, SCORING_FUNCS)
     _one_of("hc_kind", config.hc_kind, HC_KINDS)
-    _positive("routed_scaling_factor", config.routed_scaling_factor, 1e6)
-    _positive("rms_norm_eps", config.rms_norm_eps, 1.0)
-    _positive("hc_eps", config.hc_eps, 1.0)
+    positive("routed_scaling_factor", config.routed_scaling_factor, 1e6)
+    positive("rms_norm_eps", config.rms_norm_eps, 1.0)
+    positive("hc_eps", config.hc_eps, 1.0)
     if config.swiglu_limit is not None:
-        _positive("swiglu_limit", config.swiglu_limit)
+        positive("swiglu_limit", config.swiglu_limit)
     tokens = {"bos_token_id": config.bos_token_id, "pad_token_id": config.pad_token_id}
     tokens |= {f"eos_token_ids[{index}]": token for index, token in enumerate(config.eos_token_ids)}
     for name, token in tokens.items():
         if token is not None:
-            _within(f"{name} (vocab_size is {config.vocab_size})", token, 0, config.vocab_size - 1)
+            within(f"{name} (vocab_size is {config.vocab_size})", token, 0, config.vocab_size - 1)
 
 
 def _check_dspark(draft: DSparkConfig, config: ModelConfig) -> None:
-    _within("dspark block_size", draft.block_size, 1, 64)
-    _within("dspark markov_rank", draft.markov_rank, 0, 2**15)
+    within("dspark block_size", draft.block_size, 1, 64)
+    within("dspark markov_rank", draft.markov_rank, 0, 2**15)
     _one_of("dspark markov_head_type", draft.markov_head_type, MARKOV_HEAD_TYPES)
-    _within(
-        f"dspark noise_token_id (vocab_size is {config.vocab_size})", draft.noise_token_id, 0, config.vocab_size - 1
-    )
-    _within("dspark draft stages", len(draft.target_layer_ids), 1, LIMITS["num_nextn_predict_layers"][1])
+    within(f"dspark noise_token_id (vocab_size is {config.vocab_size})", draft.noise_token_id, 0, config.vocab_size - 1)
+    within("dspark draft stages", len(draft.target_layer_ids), 1, LIMITS["num_nextn_predict_layers"][1])
     for index, layer in enumerate(draft.target_layer_ids):
-        _within(f"dspark target_layer_ids[{index}]", layer, 0, config.num_layers - 1)
+        within(f"dspark target_layer_ids[{index}]", layer, 0, config.num_layers - 1)
     if list(draft.target_layer_ids) != sorted(set(draft.target_layer_ids)):
         raise ValueError(f"dspark target_layer_ids must rise strictly, got {list(draft.target_layer_ids)}")
-    _within("dspark num_routed_experts", draft.num_routed_experts, *LIMITS["num_experts"])
-    _within("dspark num_experts_per_tok", draft.num_experts_per_tok, *LIMITS["num_experts_per_tok"])
+    within("dspark num_routed_experts", draft.num_routed_experts, *LIMITS["num_experts"])
+    within("dspark num_experts_per_tok", draft.num_experts_per_tok, *LIMITS["num_experts_per_tok"])
     _check_top_k(draft.num_experts_per_tok, draft.num_routed_experts)
-    _check_expert_blocks("dspark target_layer_ids", len(draft.target_layer_ids), draft.num_routed_experts)
+    check_expert_blocks("dspark target_layer_ids", len(draft.target_layer_ids), draft.num_routed_experts)
     if draft.markov_rank == 0 and draft.markov_head_type != "vanilla":
         raise ValueError(f"dspark markov_head_type is {draft.markov_head_type!r} but markov_rank is 0")
     if draft.confidence_head_with_markov and draft.markov_rank == 0:

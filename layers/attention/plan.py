@@ -9,13 +9,34 @@ Every row has an absolute position p. A key at position p of the row's request l
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from ...comm.context import whole
+
+MIN_PAGE_TOKENS = 256
+
+
+class CacheRows(Protocol):
+    """What one layer keeps of its tokens, in numbers.
+
+    ``ratio``: tokens per entry of the pools, 0 without pools, 1 for an entry a token. ``entry_width`` and
+    ``index_width``: numbers of an entry of the main pool and of the indexer's. ``window``: positions behind the query
+    that the ring of ``ring_width`` numbers a row must reach. ``raw_span``: the same, itself included, of the ring of
+    ``raw_width`` numbers a row that a compressor reads; 0 without a compressor.
+    """
+
+    ratio: int
+    entry_width: int
+    index_width: int
+    window: int
+    ring_width: int
+    raw_span: int
+    raw_width: int
 
 
 class Rows(NamedTuple):
@@ -30,6 +51,22 @@ class Rows(NamedTuple):
     starts: torch.Tensor
     ends: torch.Tensor
     rows: torch.Tensor
+
+
+class Run(NamedTuple):
+    """Consecutive query rows of one request in a step, for kinds that read keys request by request.
+
+    ``first``: the first position of the request in this step; ``limit``: one past the last position that any of these
+    rows sees. ``queries`` and ``keys``: where the run's query rows, and the request's own key rows up to ``limit``, lie
+    in the step. ``is_prefix``: the rows are at 0, 1, .. ``limit`` - 1, so that a plain causal mask fits.
+    """
+
+    slot: int
+    first: int
+    limit: int
+    queries: slice
+    keys: slice
+    is_prefix: bool
 
 
 class HostPlan(NamedTuple):
@@ -66,11 +103,13 @@ class AttentionPlan(NamedTuple):
     host: HostPlan | None
     bidirectional: bool = False
     gather: Callable[[torch.Tensor], torch.Tensor] = whole
+    runs: tuple[Run, ...] = ()
+    token_rows: torch.Tensor | None = None
 
     def of_keys(self) -> AttentionPlan:
-        """The plan whose queries are all its key rows."""
+        """The plan whose queries are all its key rows; it has no runs."""
         host = self.host and self.host._replace(queries=self.host.keys)
-        return self._replace(queries=self.keys, host=host, gather=whole)
+        return self._replace(queries=self.keys, host=host, gather=whole, runs=())
 
 
 def build_plan(
@@ -94,7 +133,36 @@ def build_plan(
     keys = Rows(*torch.from_numpy(rows).to(device, non_blocking=True).unbind(0))
     own = keys if owned is None else Rows(*torch.from_numpy(queries).to(device, non_blocking=True).unbind(0))
     tensors = {ratio: torch.from_numpy(at).to(device) for ratio, at in closing.items()}
-    return AttentionPlan(own, keys, page_table, tensors, max_position, host, bidirectional, gather)
+    plan = AttentionPlan(own, keys, page_table, tensors, max_position, host, bidirectional, gather)
+    if 1 not in ratios:
+        return plan
+    return plan._replace(
+        runs=find_runs(queries, bidirectional),
+        token_rows=entry_rows(page_table, keys.slots, keys.positions, page_tokens(ratios)),
+    )
+
+
+def page_tokens(ratios: Sequence[int]) -> int:
+    """Tokens of a page: a multiple of every ratio of the model, so that no window straddles pages."""
+    unit = math.lcm(*ratios) if ratios else MIN_PAGE_TOKENS
+    return unit * -(-MIN_PAGE_TOKENS // unit)
+
+
+def find_runs(queries: np.ndarray, bidirectional: bool = False) -> tuple[Run, ...]:
+    """The runs of query rows int64 [5, T] (the fields of :class:`Rows` in order); rows of a request rise."""
+    positions, slots, starts, ends, rows = queries
+    borders = np.flatnonzero((np.diff(slots) != 0) | (np.diff(starts) != 0)) + 1
+    borders = [0, *borders.tolist(), len(slots)]
+    runs = []
+    for begin, end in zip(borders, borders[1:]):
+        if begin == end:
+            continue
+        first, last = int(starts[begin]), int(positions[begin:end].max())
+        limit = int(ends[begin]) if bidirectional else last + 1
+        key = int(rows[begin] - positions[begin]) + first
+        is_prefix = not bidirectional and int(positions[begin]) == 0 and end - begin == limit
+        runs.append(Run(int(slots[begin]), first, limit, slice(begin, end), slice(key, key + limit - first), is_prefix))
+    return tuple(runs)
 
 
 class HostLayerCache(NamedTuple):

@@ -42,6 +42,21 @@ class V4AttentionSizes(NamedTuple):
     norm_eps: float
 
     @property
+    def ring_width(self) -> int:
+        """Columns of a row of the sliding ring."""
+        return self.head_dim
+
+    @property
+    def entry_width(self) -> int:
+        """Columns of a compressed entry."""
+        return self.head_dim if self.ratio else 0
+
+    @property
+    def index_width(self) -> int:
+        """Columns of an entry of the indexer."""
+        return self.index_head_dim if self.kind == "csa" else 0
+
+    @property
     def raw_width(self) -> int:
         """Columns of a row of compressor inputs: values and gates, of the main compressor and then of the indexer's."""
         return {"sliding": 0, "hca": 2 * self.head_dim, "csa": 4 * (self.head_dim + self.index_head_dim)}[self.kind]

@@ -33,6 +33,7 @@ TWINS = {
     "attend": "sparse_attention",
     "attend_block": "block_attention",
     "route_scored": "moe",
+    "route_grouped": "moe",
     "route_hashed": "moe",
     "swiglu": "moe",
     "experts_forward": "moe",

@@ -38,6 +38,27 @@ def route_scored(
     return Routing(experts, _weights(scores, experts, renormalise, scale))
 
 
+def route_grouped(
+    logits: torch.Tensor,
+    bias: torch.Tensor,
+    top_k: int,
+    scoring: str,
+    renormalise: bool,
+    scale: float,
+    num_groups: int,
+    topk_groups: int,
+) -> Routing:
+    """As :func:`route_scored`, among the experts of the ``topk_groups`` groups whose two best add up to most."""
+    scores = _scores(logits, scoring)
+    ranked = (scores + bias).unflatten(1, (num_groups, -1))
+    best = ranked.topk(min(2, ranked.shape[2]), dim=-1).values.sum(-1)
+    kept = best.sort(dim=-1, descending=True, stable=True).indices[:, :topk_groups]
+    allowed = torch.zeros_like(best, dtype=torch.bool).scatter_(1, kept, True)
+    ranked = ranked.masked_fill(~allowed.unsqueeze(2), -torch.inf).flatten(1)
+    experts = ranked.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    return Routing(experts, _weights(scores, experts, renormalise, scale))
+
+
 def route_hashed(logits: torch.Tensor, experts: torch.Tensor, scoring: str, renormalise: bool, scale: float) -> Routing:
     """Routing whose ``experts`` [T, k] were chosen by token id; the weights still come from the gate's ``logits``."""
     return Routing(experts, _weights(_scores(logits, scoring), experts, renormalise, scale))

@@ -27,7 +27,7 @@ import torch
 from ..cli import EXIT_FAILED, EXIT_OK, running
 from ..draft import drafter_class, own_draft
 from ..drive import drive
-from ..model_config import ModelConfig, load_model_config
+from ..model_config import Config, load_model_config
 from ..progress import shown
 from ..request import Request, SamplingParams
 from ..session import Session
@@ -50,7 +50,7 @@ class DraftSpec(NamedTuple):
     label: str
     folder: pathlib.Path
     name: str
-    config: ModelConfig
+    config: Config
 
 
 class Place(NamedTuple):
@@ -154,7 +154,7 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_FAILED if differing else EXIT_OK
 
 
-def draft_specs(text: str, folder: pathlib.Path, config: ModelConfig) -> list[DraftSpec]:
+def draft_specs(text: str, folder: pathlib.Path, config: Config) -> list[DraftSpec]:
     """The drafts of ``--draft text`` for the checkpoint ``folder``.
 
     Raises ``ValueError`` for a draft that is not there, a label that comes twice, or a folder with another target.
@@ -176,7 +176,7 @@ def draft_specs(text: str, folder: pathlib.Path, config: ModelConfig) -> list[Dr
     return specs
 
 
-def target_only(config: ModelConfig) -> tuple[object, ...]:
+def target_only(config: Config) -> tuple[object, ...]:
     """What a config says about the target."""
     fields = vars(config) | {"dspark": None, "num_nextn_predict_layers": 0}
     return tuple(sorted(fields.items()))

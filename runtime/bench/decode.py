@@ -29,7 +29,7 @@ import torch
 
 from ..cli import EXIT_FAILED, EXIT_OK, running
 from ..engine_config import VERIFY_MODES
-from ..model_config import ModelConfig
+from ..model_config import Config
 from ..progress import shown
 from ..request import Request, SamplingParams
 from ..session import Session
@@ -128,7 +128,7 @@ def profiled(args: argparse.Namespace) -> Sequence[int]:
     return args.batch if args.profile else ()
 
 
-def choose_contexts(args: argparse.Namespace, config: ModelConfig) -> tuple[int, ...]:
+def choose_contexts(args: argparse.Namespace, config: Config) -> tuple[int, ...]:
     """The contexts to measure at; without ``--context`` those of the usual ones that the model reaches."""
     room = config.max_position_embeddings - args.new_tokens - NUM_WARM_TOKENS
     if args.context is None:

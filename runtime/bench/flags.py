@@ -11,7 +11,7 @@ from ...parallel.launch import detect
 from ...parallel.topology import Topology
 from ..checkpoint import bundled_model
 from ..engine_config import DEVICES, DTYPES, EngineConfig
-from ..model_config import ModelConfig, load_model_config
+from ..model_config import Config, load_model_config
 from ..progress import shown
 from ..session import Session
 from .picture import check_picture
@@ -60,7 +60,7 @@ def check_output(args: argparse.Namespace) -> None:
     check_picture(args.picture)
 
 
-def model_of(args: argparse.Namespace) -> tuple[pathlib.Path, ModelConfig]:
+def model_of(args: argparse.Namespace) -> tuple[pathlib.Path, Config]:
     """The checkpoint folder and its config. Raises ``ValueError`` naming what is wrong with it."""
     folder = pathlib.Path(args.model) if args.model else bundled_model()
     return folder, load_model_config(folder)

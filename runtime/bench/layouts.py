@@ -33,7 +33,7 @@ from ..cli import EXIT_FAILED, EXIT_OK, running
 from ..engine import Engine
 from ..engine_config import EngineConfig, resolve
 from ..load import load_engine
-from ..model_config import ModelConfig, load_model_config
+from ..model_config import Config, load_model_config
 from ..request import Request, SamplingParams
 from . import flags
 from .machine import machine_line
@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_OK if all_same else EXIT_FAILED
 
 
-def check(folder: str, config: ModelConfig, chosen: Sequence[Topology]) -> None:
+def check(folder: str, config: Config, chosen: Sequence[Topology]) -> None:
     """Raise ``ValueError`` for a layout that the model cannot be cut like."""
     for topology in chosen:
         problems = layout_problems(config, topology)
@@ -137,7 +137,7 @@ def name_of(topology: Topology) -> str:
     return " ".join(f"{axis}{size}" for axis, size in topology.sizes.items() if size > 1) or "one rank"
 
 
-def layouts(config: ModelConfig, max_ranks: int) -> Iterator[Topology]:
+def layouts(config: Config, max_ranks: int) -> Iterator[Topology]:
     """Every layout of up to ``max_ranks`` ranks that the model can be cut like, with ep 1 and tp."""
     sizes = range(1, max_ranks + 1)
     for pp in sizes:
@@ -151,7 +151,7 @@ def layouts(config: ModelConfig, max_ranks: int) -> Iterator[Topology]:
                             yield topology
 
 
-def settings(config: ModelConfig, topology: Topology, quick: bool) -> list[Setting]:
+def settings(config: Config, topology: Topology, quick: bool) -> list[Setting]:
     """The runs of one layout; the splits of context parallelism only where there is any."""
     drafts = ["none"] if config.dspark is None else ["none", "dspark"]
     chunks = (7, WHOLE) if quick else (1, 7, 64, WHOLE)
@@ -164,7 +164,7 @@ def settings(config: ModelConfig, topology: Topology, quick: bool) -> list[Setti
 
 def compare(
     folder: str,
-    config: ModelConfig,
+    config: Config,
     topology: Topology,
     runs: Sequence[Setting],
     num_new: int,
@@ -182,13 +182,13 @@ def compare(
     return [str(tuple(run)) for i, run in enumerate(runs) if any(rank[i] != want[i] for rank in got)]
 
 
-def one_rank(folder: str, config: ModelConfig, num_new: int) -> Ids:
+def one_rank(folder: str, config: Config, num_new: int) -> Ids:
     """What one rank without a draft makes of whole prompts."""
     alone, plain = open_engine(folder, config, Groups.single(), "none"), Setting("none", WHOLE, "interleave", "split")
     return {lengths: generate(alone, plain, lengths, num_new) for lengths in (PROMPT_LENGTHS, SHORT_LENGTHS)}
 
 
-def open_engine(folder: str, config: ModelConfig, groups: Groups, draft: str) -> Engine:
+def open_engine(folder: str, config: Config, groups: Groups, draft: str) -> Engine:
     """An engine in float32 with room for all requests. Collective over the job."""
     options = resolve(
         EngineConfig(

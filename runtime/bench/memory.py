@@ -20,8 +20,8 @@ import torch
 
 from ..cache import CacheLayout
 from ..cli import EXIT_OK, running
-from ..model_config import ModelConfig
-from ..models.deepseek_v4 import attention_sizes
+from ..load import cache_layout
+from ..model_config import Config
 from . import flags
 from .machine import Setting, machine_line
 from .picture import save_bars
@@ -67,10 +67,9 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def layout_of(config: ModelConfig, dtype: str) -> CacheLayout:
+def layout_of(config: Config, dtype: str) -> CacheLayout:
     """The cache of a model without a draft."""
-    sizes = tuple(attention_sizes(config, layer) for layer in range(config.num_layers))
-    return CacheLayout(sizes, max_verify=1, itemsize=getattr(torch, dtype).itemsize)
+    return cache_layout(config, range(config.num_layers), 1, getattr(torch, dtype).itemsize)
 
 
 class Figures(NamedTuple):

@@ -17,7 +17,8 @@ from ...layers.kernels import Kernels, choose
 from ...layers.params import OnDevice
 from ..checkpoint import CheckpointReader
 from ..engine import Engine
-from ..models.deepseek_v4 import DeepseekV4
+from ..models import family
+from ..models.base import Model
 from ..request import Request, SamplingParams
 from .systems import sibling
 from .table import table
@@ -152,13 +153,14 @@ def _means(laps: list[dict[str, tuple[int, float]]]) -> dict[str, Cost]:
     }
 
 
-def _timed_model(engine: Engine, watch: Stopwatch) -> DeepseekV4:
+def _timed_model(engine: Engine, watch: Stopwatch) -> Model:
     """The checkpoint of ``engine`` once more, with timed operations."""
     config, device = engine.config, engine.cache.page_table.device
     dtype = getattr(torch, config.dtype)
     source = OnDevice(CheckpointReader(config.model, engine.model.config, dtype), device)
     kernels = TimedKernels(choose(device, dtype, config.deterministic), watch)
-    return DeepseekV4(engine.model.config, source, engine.groups, kernels, config.max_context, device, dtype=dtype)
+    build = family(engine.model.config.model_type).build
+    return build(engine.model.config, source, engine.groups, kernels, config.max_context, device, dtype=dtype)
 
 
 def _time_phases(engine: Engine, watch: Stopwatch) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 from ..engine import Engine
 from ..load import make_cache
-from ..models.deepseek_v4 import DeepseekV4
+from ..models.base import Model
 from ..request import Request, SamplingParams
 from .timing import waiter
 
@@ -73,7 +73,7 @@ class EngineSystem:
         return Decoded(list(tokens.values()), start, stamps, counts, requests)
 
 
-def sibling(engine: Engine, model: DeepseekV4 | None = None, **changes: object) -> Engine:
+def sibling(engine: Engine, model: Model | None = None, **changes: object) -> Engine:
     """An engine with the weights and the draft of ``engine`` (or another ``model``), a cache of its own and no texts.
 
     ``changes`` are fields of its :class:`EngineConfig`, such as ``chunk_size``.
@@ -81,7 +81,7 @@ def sibling(engine: Engine, model: DeepseekV4 | None = None, **changes: object) 
     config = dataclasses.replace(engine.config, **changes)
     model = engine.model if model is None else model
     layout, device = engine.cache.layout, engine.cache.page_table.device
-    cache = make_cache(model.config, config, device, layout.max_verify, engine.groups.pp)
+    cache = make_cache(model.config, config, device, layout.max_verify, engine.groups.pp, engine.groups.attn_tp.size)
     return Engine(model, engine.drafter, cache, engine.groups, config)
 
 

@@ -31,7 +31,7 @@ from ..checkpoint import RandomWeights, bundled_model
 from ..cli import EXIT_FAILED, EXIT_OK, running
 from ..engine_config import EngineConfig
 from ..load import make_cache
-from ..model_config import ModelConfig, load_model_config
+from ..model_config import ModelConfig, load_model_config, only_for
 from ..models.deepseek_v4 import DeepseekV4, attention_sizes
 from ..step import Span, Step, build_step
 from ..verbs.layout import add_layout_flags, topology_from_args
@@ -56,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Count and compare; 1 if a formula is wrong."""
     config = load_model_config(args.model or bundled_model())
+    only_for(config, "deepseek_v4", "bench traffic")
     world = (args.tp or (args.dp * args.cp)) * args.pp
     topology = topology_from_args(args, world, world)
     torch.set_num_threads(1)

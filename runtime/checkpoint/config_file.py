@@ -65,7 +65,7 @@ def model_config_from_dict(config: dict[str, Any], generation: dict[str, Any] | 
     num_stages = len(dspark.target_layer_ids) if dspark is not None else num_nextn
     kinds, ratios = _layers(keys, num_layers, num_stages)
     rope_dim, main_rope, compress_rope, max_position = read_rope(keys, head_dim)
-    quantization, expert_dtype = _quantization(keys)
+    quantization, expert_dtype = read_quantization(keys)
     result = ModelConfig(
         vocab_size=keys.required_int("vocab_size"),
         hidden_size=keys.required_int("hidden_size"),
@@ -84,7 +84,7 @@ def model_config_from_dict(config: dict[str, Any], generation: dict[str, Any] | 
         num_shared_experts=keys.required_int("n_shared_experts"),
         moe_intermediate_size=keys.required_int("moe_intermediate_size"),
         scoring_func=keys.required_str("scoring_func"),
-        norm_topk_prob=_default(keys.optional_bool("norm_topk_prob"), True),
+        norm_topk_prob=or_default(keys.optional_bool("norm_topk_prob"), True),
         routed_scaling_factor=keys.required_float("routed_scaling_factor"),
         sliding_window=keys.required_int("sliding_window"),
         swiglu_limit=_swiglu_limit(keys),
@@ -99,20 +99,21 @@ def model_config_from_dict(config: dict[str, Any], generation: dict[str, Any] | 
         hash_layers=_hash_layers(keys, num_layers),
         max_position_embeddings=max_position,
         bos_token_id=keys.optional_int("bos_token_id"),
-        eos_token_ids=_eos_token_ids(keys, generation),
+        eos_token_ids=read_eos_token_ids(keys, generation),
         pad_token_id=keys.optional_int("pad_token_id"),
         num_nextn_predict_layers=num_nextn,
-        dtype=_dtype(keys),
+        dtype=read_dtype(keys),
         quantization=quantization,
         expert_dtype=expert_dtype,
         dspark=dspark,
-        hc_kind=_default(keys.optional_str("hc_kind"), "mhc"),
+        hc_kind=or_default(keys.optional_str("hc_kind"), "mhc"),
     )
     keys.finish(NOT_FOR_INFERENCE)
     return result
 
 
-def _default(value: Any, default: Any) -> Any:
+def or_default(value: Any, default: Any) -> Any:
+    """``default`` for None."""
     return default if value is None else value
 
 
@@ -240,14 +241,16 @@ def _epsilon(keys: ConfigKeys, key: str) -> float:
     return keys.required_float(key)
 
 
-def _dtype(keys: ConfigKeys) -> str:
+def read_dtype(keys: ConfigKeys) -> str:
+    """The floating type that the checkpoint says it has."""
     name = keys.required_str("dtype")
     if name.removeprefix("torch.") not in DTYPES:
         raise keys.error(f"{keys.spelled('dtype')} is {name!r:.60}, not one of {', '.join(DTYPES)}")
     return DTYPES[name.removeprefix("torch.")]
 
 
-def _quantization(keys: ConfigKeys) -> tuple[QuantizationConfig | None, str | None]:
+def read_quantization(keys: ConfigKeys) -> tuple[QuantizationConfig | None, str | None]:
+    """What is said of block-scaled weights, and the format of experts."""
     expert_dtype = keys.optional_str("expert_dtype")
     block = keys.optional_dict("quantization_config")
     result = None
@@ -257,12 +260,12 @@ def _quantization(keys: ConfigKeys) -> tuple[QuantizationConfig | None, str | No
         block.expect("activation_scheme", "dynamic")
         block.expect("dequantize", True, False)
         block.take("modules_to_not_convert")  # which weights are quantised is read off the tensors
-        expert_dtype = _default(expert_dtype, block.optional_str("expert_dtype"))
+        expert_dtype = or_default(expert_dtype, block.optional_str("expert_dtype"))
         shape = block.optional_list("weight_block_size", int, 2)
         if shape is None or len(shape) != 2 or not all(1 <= edge <= 2**16 for edge in shape):
             raise block.error(f"weight_block_size must be two sizes in [1, {2**16}], got {shape}")
         result = QuantizationConfig(
-            (shape[0], shape[1]), _scale_format(block, _default(block.optional_str("scale_fmt"), "float32"))
+            (shape[0], shape[1]), _scale_format(block, or_default(block.optional_str("scale_fmt"), "float32"))
         )
         block.finish()
     elif keys.optional_str("scale_fmt") is not None:
@@ -278,7 +281,7 @@ def _scale_format(keys: ConfigKeys, name: str) -> str:
     return SCALE_FORMATS[name]
 
 
-def _eos_token_ids(keys: ConfigKeys, generation: dict[str, Any] | None) -> tuple[int, ...]:
+def read_eos_token_ids(keys: ConfigKeys, generation: dict[str, Any] | None) -> tuple[int, ...]:
     """Ids of both files, in order, without repetition."""
     ids: dict[int, None] = {}
     sources = [keys] if generation is None else [keys, ConfigKeys(generation, "generation_config.json")]
@@ -312,12 +315,12 @@ def _dspark(keys: ConfigKeys, num_experts: int, top_k: int) -> DSparkConfig | No
     return DSparkConfig(
         block_size=keys.required_int("dspark_block_size"),
         markov_rank=rank,
-        markov_head_type=_default(keys.optional_str("dspark_markov_head_type"), "vanilla"),
+        markov_head_type=or_default(keys.optional_str("dspark_markov_head_type"), "vanilla"),
         noise_token_id=keys.required_int("dspark_noise_token_id"),
         target_layer_ids=tuple(target_ids),
-        num_routed_experts=_default(keys.optional_int("dspark_n_routed_experts"), num_experts),
-        num_experts_per_tok=_default(keys.optional_int("dspark_num_experts_per_tok"), top_k),
-        enable_confidence_head=_default(keys.optional_bool("enable_confidence_head"), True),
-        confidence_head_with_markov=_default(keys.optional_bool("confidence_head_with_markov"), rank > 0),
-        sample_from_anchor=_default(keys.optional_bool("sample_from_anchor"), True),
+        num_routed_experts=or_default(keys.optional_int("dspark_n_routed_experts"), num_experts),
+        num_experts_per_tok=or_default(keys.optional_int("dspark_num_experts_per_tok"), top_k),
+        enable_confidence_head=or_default(keys.optional_bool("enable_confidence_head"), True),
+        confidence_head_with_markov=or_default(keys.optional_bool("confidence_head_with_markov"), rank > 0),
+        sample_from_anchor=or_default(keys.optional_bool("sample_from_anchor"), True),
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pathlib
 from typing import NamedTuple
 
-from ..model_config import ModelConfig
+from ..model_config import Config
+from ..models import family
 from .encoding import Encoding, encoding_of
 from .folder import read_checkpoint_headers
 from .names import canonical_name, unstack_experts
@@ -28,7 +29,7 @@ class Inspection(NamedTuple):
     problems: tuple[str, ...]
 
 
-def inspect_checkpoint(folder: str | pathlib.Path, config: ModelConfig) -> Inspection:
+def inspect_checkpoint(folder: str | pathlib.Path, config: Config) -> Inspection:
     """Match the checkpoint in ``folder`` with ``config``; reads headers only.
 
     Raises :class:`CheckpointError` when the files themselves are broken; whatever is wrong with single tensors
@@ -36,7 +37,7 @@ def inspect_checkpoint(folder: str | pathlib.Path, config: ModelConfig) -> Inspe
     """
     stored = read_checkpoint_headers(folder)
     problems: list[str] = []
-    found = _canonical(stored.tensors, config.num_draft_stages, problems)
+    found = _canonical(stored.tensors, config, problems)
     has_draft = config.num_draft_stages > 0 and any(name.startswith("mtp.") for name in found)
     if config.dspark is not None and not has_draft:
         problems.append(
@@ -68,12 +69,9 @@ def inspect_checkpoint(folder: str | pathlib.Path, config: ModelConfig) -> Inspe
     return Inspection(stored.files, specs, encodings, has_draft, tuple(problems))
 
 
-def _refuse_far_smaller(found: dict[str, tuple[str, StoredTensor]], config: ModelConfig, has_draft: bool) -> None:
+def _refuse_far_smaller(found: dict[str, tuple[str, StoredTensor]], config: Config, has_draft: bool) -> None:
     """Refuse a config that asks for over twice as many tensors as there are, before listing all that it asks for."""
-    blocks = [(f"layers.{layer}", config.num_experts) for layer in range(config.num_layers)]
-    if has_draft:
-        num_experts = config.num_experts if config.dspark is None else config.dspark.num_routed_experts
-        blocks += [(f"mtp.{stage}", num_experts) for stage in range(config.num_draft_stages)]
+    blocks = config.routed_blocks(has_draft)
     wanted = 3 * sum(num_experts for _, num_experts in blocks)
     if 2 * len(found) >= wanted:
         return
@@ -91,17 +89,19 @@ def _refuse_far_smaller(found: dict[str, tuple[str, StoredTensor]], config: Mode
 
 
 def _canonical(
-    tensors: dict[str, StoredTensor], num_stages: int, problems: list[str]
+    tensors: dict[str, StoredTensor], config: Config, problems: list[str]
 ) -> dict[str, tuple[str, StoredTensor]]:
     """Canonical name -> (name in the file, tensor); duplicates go to ``problems``."""
     found: dict[str, tuple[str, StoredTensor]] = {}
+    model = family(config.model_type)
     for original, tensor in tensors.items():
         try:
             parts = unstack_experts(original, tensor)
         except ValueError as error:
             problems.append(str(error))
             continue
-        for name, part in parts or [(canonical_name(original, num_stages), tensor)]:
+        for name, part in parts or [(canonical_name(original, config.num_draft_stages), tensor)]:
+            name = model.rename(name, config)
             if name in found:
                 problems.append(f"{name} is there twice: as {found[name][0]!r} and as {original!r}")
             else:

@@ -1,7 +1,8 @@
 """How many bytes of weights each rank of a layout holds, from names and shapes alone.
 
 Replicated over the tensor ranks of a stage: norms, residual mixes, query and key down-projections, compressors, the
-indexer, routers. Cut over attn_tp: query up-projection, sinks, output projections. Routed experts: whole over ep, by
+indexer, routers. Cut over attn_tp: query up-projection, projections per head, sinks, output projections, dense
+feed-forward layers. Routed experts: whole over ep, by
 width over moe_tp; the shared expert by width over tp. Embedding and head: by vocabulary over attn_tp, since
 data-parallel ranks have different tokens. A draft is laid out like a layer, on the ranks of the last pipeline stage.
 """
@@ -14,10 +15,13 @@ from typing import NamedTuple
 from ...layers.embedding import vocab_shard
 from ...parallel.pipeline import stage_layers
 from ...parallel.topology import Topology
-from ..model_config import ModelConfig
+from ..model_config import Config
+from ..models import family
 from .spec import TensorSpec, expected_tensors
 
-_BY_HEAD = ("attn.wq_b.weight", "attn.attn_sink", "attn.wo_a.weight", "attn.wo_b.weight")
+_BY_HEAD = ("attn_sink", *(f"{name}.weight" for name in ("wq_b", "wo_a", "wo_b", "q_proj", "o_proj", "kv_b_proj")))
+_BY_KEY_HEAD = ("attn.k_proj.weight", "attn.v_proj.weight")
+_BY_WIDTH = tuple(f"ffn.{name}_proj.weight" for name in ("gate", "up", "down"))
 _BY_VOCABULARY = ("embed.weight", "head.weight")
 
 
@@ -28,32 +32,21 @@ class RankWeights(NamedTuple):
     draft: int
 
 
-def layout_problems(config: ModelConfig, topology: Topology) -> list[str]:
+def layout_problems(config: Config, topology: Topology) -> list[str]:
     """What keeps ``config`` from being cut like ``topology`` (whose own rules already hold): both numbers each."""
-    draft_experts = config.dspark.num_routed_experts if config.dspark is not None else config.num_experts
-    demands = (
-        ("num_attention_heads", config.num_heads, "attn_tp", topology.attn_tp),
-        ("o_groups", config.o_groups, "attn_tp", topology.attn_tp),
-        ("n_routed_experts", config.num_experts, "ep", topology.ep),
-        ("the draft's routed experts", draft_experts, "ep", topology.ep),
-        ("moe_intermediate_size", config.moe_intermediate_size, "moe_tp", topology.moe_tp),
-        ("moe_intermediate_size of the shared expert", config.moe_intermediate_size, "tp", topology.tp),
-    )
-    problems = [
-        f"{what} = {size} is not divisible by {axis} = {ranks}" for what, size, axis, ranks in demands if size % ranks
-    ]
+    problems = family(config.model_type).problems(config, topology)
     if topology.pp > config.num_layers:
         problems.append(f"pp = {topology.pp} exceeds the {config.num_layers} layers")
     return problems
 
 
-def check_layout(config: ModelConfig, topology: Topology) -> None:
+def check_layout(config: Config, topology: Topology) -> None:
     """Raise ``ValueError`` with the first of :func:`layout_problems`, if there are any."""
     for problem in layout_problems(config, topology):
         raise ValueError(f"the layout does not fit the model: {problem}")
 
 
-def rank_weights(config: ModelConfig, topology: Topology, itemsize: int, *, with_draft: bool) -> list[RankWeights]:
+def rank_weights(config: Config, topology: Topology, itemsize: int, *, with_draft: bool) -> list[RankWeights]:
     """Bytes of weights of every world rank, when floats are computed with in ``itemsize`` bytes.
 
     What the layers keep in float32 whatever the type (norms, residual mixes, routers, sinks) counts four bytes, expert
@@ -71,7 +64,7 @@ def rank_weights(config: ModelConfig, topology: Topology, itemsize: int, *, with
         if spec.copy_of is not None or name in _BY_VOCABULARY:
             continue
         stage = stage_of[int(name.split(".")[1])] if name.startswith("layers.") else last
-        even[stage, spec.role] += stored_bytes(name, spec, itemsize) // _shares(name, topology)
+        even[stage, spec.role] += stored_bytes(name, spec, itemsize) // _shares(name, topology, config.num_key_heads)
     result = []
     for rank in range(topology.world):
         coords = topology.coords(rank)
@@ -92,11 +85,13 @@ def stored_bytes(name: str, spec: TensorSpec, itemsize: int) -> int:
     return math.prod(spec.shape) * itemsize
 
 
-def _shares(name: str, topology: Topology) -> int:
+def _shares(name: str, topology: Topology, num_key_heads: int) -> int:
     if ".ffn.experts." in name:
         return topology.ep * topology.moe_tp
     if ".ffn.shared_experts." in name:
         return topology.tp
-    if name.endswith(_BY_HEAD) and ".indexer." not in name:
+    if name.endswith(_BY_WIDTH) or (".attn." in name and name.endswith(_BY_HEAD) and ".indexer." not in name):
         return topology.attn_tp
+    if name.endswith(_BY_KEY_HEAD):
+        return min(topology.attn_tp, num_key_heads)
     return 1

@@ -7,7 +7,7 @@ import hashlib
 import numpy as np
 import torch
 
-from ..model_config import ModelConfig
+from ..model_config import Config
 from .safetensors_file import CheckpointError
 from .spec import TensorSpec, expected_tensors
 
@@ -22,7 +22,7 @@ class RandomWeights:
     experts are used evenly, and no sink, gate or residual mix saturates.
     """
 
-    def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, config: Config, seed: int, dtype: torch.dtype = torch.float32) -> None:
         self.config = config
         self.dtype = dtype
         self._seed = seed
@@ -98,7 +98,7 @@ def _uniform(key: np.uint64, index: np.ndarray) -> np.ndarray:
     return (z >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
 
 
-def _law(name: str, spec: TensorSpec, config: ModelConfig) -> tuple[float, float]:
+def _law(name: str, spec: TensorSpec, config: Config) -> tuple[float, float]:
     """Mean and standard deviation of the values of one tensor."""
     leaf = name.split(".")[-1]
     if name == "embed.weight":

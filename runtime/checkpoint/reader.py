@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from ..model_config import ModelConfig
+from ..model_config import Config
 from .encoding import (
     Encoding,
     all_finite,
@@ -43,7 +43,7 @@ class CheckpointReader:
     def __init__(
         self,
         folder: str | pathlib.Path,
-        config: ModelConfig,
+        config: Config,
         dtype: torch.dtype = torch.float32,
         *,
         progress: Callable[[int], None] | None = None,

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from ..model_config import DSparkConfig, ModelConfig
+from ..model_config import Config, DSparkConfig, ModelConfig
+from ..models import family
 
 
 class TensorSpec(NamedTuple):
@@ -25,11 +26,16 @@ class TensorSpec(NamedTuple):
     copy_of: str | None = None
 
 
-def expected_tensors(config: ModelConfig, *, with_draft: bool = True) -> dict[str, TensorSpec]:
+def expected_tensors(config: Config, *, with_draft: bool = True) -> dict[str, TensorSpec]:
     """Canonical name -> what it must be, for the target and, if the config announces one, its draft.
 
     ``with_draft=False`` leaves the draft out.
     """
+    return family(config.model_type).tensors(config, with_draft)
+
+
+def v4_tensors(config: ModelConfig, with_draft: bool) -> dict[str, TensorSpec]:
+    """:func:`expected_tensors` of a DeepSeek-V4-style model."""
     hidden, vocab = config.hidden_size, config.vocab_size
     specs = {
         "embed.weight": TensorSpec((vocab, hidden), "target", "plain"),

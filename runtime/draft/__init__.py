@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 
-from ..model_config import ModelConfig
+from ..model_config import Config
 from .base import Drafter as Drafter
 from .base import DraftRequests as DraftRequests
 
@@ -20,11 +20,11 @@ DRAFTERS: dict[str, str] = {
 }
 
 
-def own_draft(config: ModelConfig) -> str:
+def own_draft(config: Config) -> str:
     """The name of the draft that a checkpoint brings with it; "none" if it has none."""
     if config.dspark is not None:
         return "dspark"
-    return "mtp" if config.num_nextn_predict_layers == 1 else "none"
+    return "mtp" if config.model_type == "deepseek_v4" and config.num_nextn_predict_layers == 1 else "none"
 
 
 def drafter_class(name: str) -> type[Drafter]:

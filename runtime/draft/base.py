@@ -15,8 +15,8 @@ from ...layers.kernels import Kernels
 from ...layers.params import ParamSource
 from ...parallel.groups import Groups
 from ..cache import Cache
-from ..model_config import ModelConfig
-from ..models.deepseek_v4 import DeepseekV4, TapKind
+from ..model_config import Config
+from ..models.base import Model, TapKind
 from ..step import Step
 
 
@@ -75,31 +75,31 @@ class Drafter(Protocol):
     """What it reads of the layers that :meth:`tap_layers` names."""
 
     @classmethod
-    def tap_layers(cls, config: ModelConfig) -> tuple[int, ...]:
+    def tap_layers(cls, config: Config) -> tuple[int, ...]:
         """The target layers whose output this draft reads; ``ValueError`` if the checkpoint has no such draft."""
         ...
 
     @classmethod
-    def max_gamma(cls, config: ModelConfig) -> int:
+    def max_gamma(cls, config: Config) -> int:
         """The longest block this draft can propose."""
         ...
 
     @classmethod
-    def default_gamma(cls, config: ModelConfig) -> int:
+    def default_gamma(cls, config: Config) -> int:
         """The block it proposes unless the user says."""
         ...
 
     @classmethod
-    def has_confidence(cls, config: ModelConfig) -> bool:
+    def has_confidence(cls, config: Config) -> bool:
         """Whether its blocks come with confidences, which verification may be trimmed by."""
         ...
 
     @classmethod
     def load(
         cls,
-        config: ModelConfig,
+        config: Config,
         source: ParamSource,
-        target: DeepseekV4,
+        target: Model,
         groups: Groups,
         kernels: Kernels,
         room: DraftRoom,

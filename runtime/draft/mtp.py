@@ -35,7 +35,8 @@ from ...layers.probe import ignore
 from ...parallel.groups import Groups
 from ..cache import Cache, CacheLayout
 from ..model_config import ModelConfig
-from ..models.deepseek_v4 import Block, DeepseekV4, TapKind, draft_stage_sizes, drain, hyper_sizes, rope_table
+from ..models.base import TapKind, drain
+from ..models.deepseek_v4 import Block, DeepseekV4, draft_stage_sizes, hyper_sizes, rope_table
 from ..step import Step
 from .base import DraftNoise, DraftRequests, DraftRoom
 

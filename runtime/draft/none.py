@@ -8,8 +8,8 @@ from ...layers.draft_heads_host import HostDraftBlock
 from ...layers.kernels import Kernels
 from ...layers.params import ParamSource
 from ...parallel.groups import Groups
-from ..model_config import ModelConfig
-from ..models.deepseek_v4 import DeepseekV4, TapKind
+from ..model_config import Config
+from ..models.base import Model, TapKind
 from ..step import Step
 from .base import DraftNoise, DraftRequests, DraftRoom
 
@@ -22,31 +22,31 @@ class NoDraft:
     tap_kind: TapKind = "mean"
 
     @classmethod
-    def tap_layers(cls, config: ModelConfig) -> tuple[int, ...]:
+    def tap_layers(cls, config: Config) -> tuple[int, ...]:
         """None."""
         return ()
 
     @classmethod
-    def max_gamma(cls, config: ModelConfig) -> int:
+    def max_gamma(cls, config: Config) -> int:
         """0."""
         return 0
 
     @classmethod
-    def default_gamma(cls, config: ModelConfig) -> int:
+    def default_gamma(cls, config: Config) -> int:
         """0."""
         return 0
 
     @classmethod
-    def has_confidence(cls, config: ModelConfig) -> bool:
+    def has_confidence(cls, config: Config) -> bool:
         """There is nothing to be confident of."""
         return False
 
     @classmethod
     def load(
         cls,
-        config: ModelConfig,
+        config: Config,
         source: ParamSource,
-        target: DeepseekV4,
+        target: Model,
         groups: Groups,
         kernels: Kernels,
         room: DraftRoom,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator
-from typing import Literal, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
@@ -28,11 +28,7 @@ from ...parallel.pipeline import stage_layers
 from ..cache import Cache
 from ..model_config import ModelConfig, RopeConfig
 from ..step import Step
-
-T = TypeVar("T")
-
-TapKind = Literal["mean", "streams"]
-"""What is tapped of a layer's output: the mean of its n streams, or all of them."""
+from .base import ModelOutput, TapKind, drain
 
 
 def attention_sizes(config: ModelConfig, layer: int) -> V4AttentionSizes:
@@ -92,15 +88,6 @@ def rope_table(config: ModelConfig, rope: RopeConfig, num_positions: int, device
     return build_rope_table(config.rope_dim, rope.theta, num_positions, yarn, device)
 
 
-def drain(stages: Generator[None, None, T]) -> T:
-    """Run stages one after the other, without overlap, and return their result."""
-    while True:
-        try:
-            next(stages)
-        except StopIteration as end:
-            return end.value
-
-
 class Block:
     """One layer: attention and mixture of experts, each read from and written to the residual streams."""
 
@@ -142,14 +129,6 @@ class Block:
         streams = self._ffn_hc.write(streams, y, mix)
         probe("streams", self._layer, streams)
         return streams
-
-
-class ModelOutput(NamedTuple):
-    """``logits`` float32 [N, V], equal on every rank of the attention block. ``taps`` [T, width]: the mean of the
-    streams after each tapped layer side by side, or all n streams of each, n D wide."""
-
-    logits: torch.Tensor
-    taps: torch.Tensor
 
 
 class Activations(NamedTuple):

@@ -28,9 +28,9 @@ from ..checkpoint import CheckpointError, Inspection, bundled_model, inspect_che
 from ..checkpoint.placement import layout_problems, rank_weights
 from ..cli import EXIT_OK, EXIT_USAGE
 from ..draft import drafter_class, own_draft
-from ..load import draft_rows
-from ..model_config import ModelConfig, load_model_config
-from ..models.deepseek_v4 import attention_sizes, draft_stage_sizes
+from ..load import cache_layout, draft_rows
+from ..model_config import Config, load_model_config
+from ..models import family
 from .layout import add_layout_flags, topology_from_args
 
 ITEM_SIZES = {"float32": 4, "bfloat16": 2}
@@ -114,17 +114,17 @@ def check(
     return report
 
 
-def _model(config: ModelConfig) -> dict[str, Any]:
-    kinds = Counter(config.layer_kinds)
+def _model(config: Config) -> dict[str, Any]:
     return {
+        "model_type": config.model_type,
         "layers": config.num_layers,
-        "layer_kinds": {kind: kinds[kind] for kind in ("sliding", "csa", "hca") if kinds[kind]},
+        "layer_kinds": dict(Counter(family(config.model_type).layer_labels(config))),
         "hidden_size": config.hidden_size,
         "heads": config.num_heads,
         "head_dim": config.head_dim,
         "experts": config.num_experts,
         "experts_per_token": config.num_experts_per_tok,
-        "hash_routed_layers": sum(config.hash_layers),
+        "hash_routed_layers": config.num_hash_layers,
         "vocab_size": config.vocab_size,
         "max_positions": config.max_position_embeddings,
     }
@@ -144,7 +144,7 @@ def _part(name: str) -> str:
     return "embedding and head" if name in ("embed.weight", "head.weight") else "norms and others"
 
 
-def parameter_counts(config: ModelConfig, inspection: Inspection) -> dict[str, Any]:
+def parameter_counts(config: Config, inspection: Inspection) -> dict[str, Any]:
     """Floating-point parameters of the target by part, those a token uses, and those of the draft."""
     parts: Counter[str] = Counter()
     draft = 0
@@ -157,8 +157,10 @@ def parameter_counts(config: ModelConfig, inspection: Inspection) -> dict[str, A
         else:
             parts[_part(name)] += count
     total = sum(parts.values())
-    idle = parts["routed experts"] * (config.num_experts - config.num_experts_per_tok) // config.num_experts
-    idle += (config.vocab_size - 1) * config.hidden_size  # a token reads one row of the embedding
+    num_idle = config.num_experts - config.num_experts_per_tok
+    idle = parts["routed experts"] * num_idle // max(config.num_experts, 1)
+    if "head.weight" in inspection.specs:  # else the embedding is read whole, as the head
+        idle += (config.vocab_size - 1) * config.hidden_size  # a token reads one row of the embedding
     return {"target": total, "target_per_token": total - idle, "draft": draft, "by_part": dict(parts)}
 
 
@@ -178,7 +180,7 @@ def number_formats(inspection: Inspection) -> list[dict[str, Any]]:
     ]
 
 
-def _draft(config: ModelConfig, inspection: Inspection) -> dict[str, Any] | None:
+def _draft(config: Config, inspection: Inspection) -> dict[str, Any] | None:
     """What draft the config announces and whether the files hold it."""
     if config.num_draft_stages == 0:
         return None
@@ -198,17 +200,29 @@ def _draft(config: ModelConfig, inspection: Inspection) -> dict[str, Any] | None
 
 
 def memory(
-    config: ModelConfig, topology: Topology, itemsize: int, has_draft: bool, num_requests: int, max_context: int
+    config: Config, topology: Topology, itemsize: int, has_draft: bool, num_requests: int, max_context: int
 ) -> dict[str, Any]:
     """Bytes on each rank: weights, rings of a request slot, compressed entries per token, and all of it for
-    ``num_requests`` requests of ``max_context`` tokens on each DP rank of attention, as an engine makes room for."""
+    ``num_requests`` requests of ``max_context`` tokens on each DP rank of attention, as an engine makes room for.
+
+    Per token of context, a CSA layer keeps (head_dim + index_head_dim) / m numbers and an HCA layer head_dim / m; keys
+    and values per head are 2 head_dim for each key head of the rank, latent attention keeps kv_lora_rank +
+    qk_rope_head_dim on every rank, and index_head_dim more if it is sparse. Per request, every layer with a window
+    keeps a ring of window + max_verify rows, and a compressor its inputs: 2 m + max_verify rows of 4 (head_dim +
+    index_head_dim) in a CSA layer, m + max_verify rows of 2 head_dim in an HCA layer.
+    """
     draft = drafter_class(own_draft(config) if has_draft else "none")
     max_verify = 1 + draft.default_gamma(config)
     stages = [
-        cache_layout(config, layers, max_verify, itemsize) for layers in stage_layers(config.num_layers, topology.pp)
+        cache_layout(config, layers, max_verify, itemsize, topology.attn_tp)
+        for layers in stage_layers(config.num_layers, topology.pp)
     ]
     num_drafted = draft_rows(draft, config, max_verify)
-    draft_slot = draft_layout(config, num_drafted, itemsize).bytes_per_slot if has_draft else 0
+    draft_slot = 0
+    if has_draft:
+        rows = family(config.model_type).draft_cache_rows(config, topology.attn_tp)
+        layout = CacheLayout(rows, num_drafted, itemsize)
+        draft_slot = layout.bytes_per_slot + layout.pages_for(max_context) * layout.bytes_per_page
     ranks = []
     for rank, weights in enumerate(rank_weights(config, topology, itemsize, with_draft=has_draft)):
         stage = rank // topology.tp
@@ -240,25 +254,6 @@ def memory(
     }
 
 
-def cache_layout(config: ModelConfig, layers: range, max_verify: int, itemsize: int) -> CacheLayout:
-    """The cache of some of the target's layers.
-
-    Per token of context, a CSA layer keeps (head_dim + index_head_dim) / m numbers and an HCA layer head_dim / m. Per
-    request, every layer keeps a ring of window + max_verify rows of head_dim numbers, and a compressor's inputs:
-    2 m + max_verify rows of 4 (head_dim + index_head_dim) in a CSA layer, m + max_verify rows of 2 head_dim in an HCA
-    layer.
-    """
-    sizes = [attention_sizes(config, layer) for layer in range(config.num_layers)]
-    ratios = CacheLayout(tuple(sizes), max_verify, itemsize).ratios
-    return CacheLayout(tuple(sizes[layers.start : layers.stop]), max_verify, itemsize, model_ratios=ratios)
-
-
-def draft_layout(config: ModelConfig, max_verify: int, itemsize: int) -> CacheLayout:
-    """The rings of a draft's stages, which are sliding layers."""
-    attention, _, _ = draft_stage_sizes(config)
-    return CacheLayout((attention,) * config.num_draft_stages, max_verify, itemsize)
-
-
 def as_text(report: dict[str, Any]) -> list[str]:
     """The report for people, line by line."""
     lines = [f"checkpoint {report['folder']}"]
@@ -276,7 +271,7 @@ def _model_lines(report: dict[str, Any]) -> list[str]:
     model = report["model"]
     kinds = ", ".join(f"{count} {kind}" for kind, count in model["layer_kinds"].items())
     lines = [
-        f"layers {model['layers']} ({kinds}; {model['hash_routed_layers']} routed by token id), "
+        f"{model['model_type']}: layers {model['layers']} ({kinds}; {model['hash_routed_layers']} routed by token id), "
         f"hidden {model['hidden_size']}, heads {model['heads']} x {model['head_dim']}, "
         f"experts {model['experts']} of which {model['experts_per_token']} a token, vocabulary {model['vocab_size']}, "
         f"positions {model['max_positions']}"

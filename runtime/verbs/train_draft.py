@@ -21,7 +21,7 @@ from ...parallel.launch import detect, init
 from ...parallel.topology import Topology
 from ..checkpoint import bundled_model
 from ..engine_config import DEVICES
-from ..model_config import MARKOV_HEAD_TYPES, load_model_config
+from ..model_config import MARKOV_HEAD_TYPES, load_model_config, only_for
 from ..progress import shown, silent
 from ..tokenizer import Tokenizer
 from ..training.losses import LossWeights
@@ -127,6 +127,7 @@ def options_from(args: argparse.Namespace) -> RunOptions:
     if args.max_tokens == 0 and not args.regenerate:
         raise ValueError("--max-tokens 0 leaves no data without --regenerate")
     config = load_model_config(model)
+    only_for(config, "deepseek_v4", "train-draft")
     experts = min(config.num_experts, 8) if args.draft_experts is None else args.draft_experts
     recipe = Recipe(
         gamma=args.gamma,

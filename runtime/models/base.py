@@ -1,0 +1,126 @@
+"""The model seam: what the engine and the drafts need of a model, and what a family of models offers.
+
+Legend: T rows of a step, D hidden width, N rows whose logits are wanted, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+
+import torch
+
+from ...comm.pipeline import StageLink
+from ...layers.attention.plan import CacheRows
+from ...layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from ...layers.kernels import Kernels
+from ...layers.params import ParamSource
+from ...layers.probe import Probe, ignore
+from ...parallel.groups import Groups
+from ...parallel.topology import Topology
+from ..cache import Cache
+from ..checkpoint.spec import TensorSpec
+from ..model_config import Config
+from ..step import Step
+
+T = TypeVar("T")
+
+TapKind = Literal["mean", "streams"]
+"""What is tapped of a layer's output: the mean of its residual streams, or all of them; the same where there is one."""
+
+
+class ModelOutput(NamedTuple):
+    """``logits`` float32 [N, V], equal on every rank of the attention block. ``taps`` [T, width]: the mean of the
+    streams after each tapped layer side by side, or all n streams of each, n D wide."""
+
+    logits: torch.Tensor
+    taps: torch.Tensor
+
+
+def drain(stages: Generator[None, None, T]) -> T:
+    """Run stages one after the other, without overlap, and return their result."""
+    while True:
+        try:
+            next(stages)
+        except StopIteration as end:
+            return end.value
+
+
+class Model(Protocol):
+    """A model on this rank: the layers of its pipeline stage.
+
+    The first stage embeds, the last has the head; with tapped layers the last embeds too, for the draft.
+    """
+
+    config: Config
+    is_first: bool
+    is_last: bool
+    embed: VocabParallelEmbedding
+    head: ParallelLMHead
+
+    def forward(self, step: Step, cache: Cache, probe: Probe = ignore) -> ModelOutput:
+        """The whole forward of ``step`` on the only stage, without overlap. Collective."""
+        ...
+
+    def run_stage(self, step: Step, cache: Cache, link: StageLink) -> ModelOutput | None:
+        """This rank's part of the forward of ``step``: receives from the stage before, sends to the next, and gives the
+        output on the last stage. Collective over the stage's tensor group."""
+        ...
+
+
+class Family(Protocol):
+    """A kind of model; never instantiated."""
+
+    @classmethod
+    def read_config(cls, config: dict[str, Any], generation: dict[str, Any] | None) -> Config:
+        """The config from the parsed ``config.json`` and, if there is one, ``generation_config.json``.
+
+        Raises ``ValueError`` naming the key on anything unknown, missing, contradictory or absurd.
+        """
+        ...
+
+    @classmethod
+    def tensors(cls, config: Config, with_draft: bool) -> dict[str, TensorSpec]:
+        """Canonical name -> what it must be, for the target and, if wanted and announced, its draft."""
+        ...
+
+    @classmethod
+    def rename(cls, name: str, config: Config) -> str:
+        """A canonical name once more, where the family has names of its own."""
+        ...
+
+    @classmethod
+    def cache_rows(cls, config: Config, num_ranks: int) -> tuple[CacheRows, ...]:
+        """What each layer keeps on a rank of the ``num_ranks`` of an attention block."""
+        ...
+
+    @classmethod
+    def draft_cache_rows(cls, config: Config, num_ranks: int) -> tuple[CacheRows, ...]:
+        """The same for the draft that a checkpoint brings; empty without one."""
+        ...
+
+    @classmethod
+    def problems(cls, config: Config, topology: Topology) -> list[str]:
+        """What keeps ``config`` from being cut like ``topology``, with both numbers each."""
+        ...
+
+    @classmethod
+    def layer_labels(cls, config: Config) -> tuple[str, ...]:
+        """What people call the attention of each layer."""
+        ...
+
+    @classmethod
+    def build(
+        cls,
+        config: Config,
+        source: ParamSource,
+        groups: Groups,
+        kernels: Kernels,
+        max_context: int,
+        device: torch.device,
+        tap_layers: tuple[int, ...] = (),
+        dtype: torch.dtype = torch.float32,
+        tap_kind: TapKind = "mean",
+    ) -> Model:
+        """The model on this rank, with room for ``max_context`` positions; ``tap_layers`` are handed to the draft."""
+        ...
