@@ -10,6 +10,7 @@ from ..parallel.topology import Topology
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16")
+KERNELS = ("auto", "torch", "cpu", "triton")
 VERIFY_MODES = ("static", "sync", "async")
 CP_SPLITS = ("interleave", "zigzag")
 CP_DECODES = ("split", "replicate")
@@ -27,7 +28,7 @@ class EngineConfig:
 
     ``model`` is a checkpoint folder (``None``: the bundled one). ``chunk_size`` counts prefill tokens a step and DP
     rank, ``max_running`` requests in flight, ``max_context`` tokens of prompt and continuation together (``None``:
-    the model's own limit). ``dtype`` is the dtype of activations and unquantised weights.
+    the model's own limit). ``dtype`` is the dtype of activations and unquantised weights. ``kernels``: see :func:`..layers.kernels.choose`.
 
     The cache of a DP rank has ``cache_pages`` pages, or what fits into ``cache_bytes`` a rank, or enough for
     ``max_running`` requests of ``max_context`` tokens. ``admission``: "worst_case", "optimistic", or the share of its
@@ -38,6 +39,7 @@ class EngineConfig:
     model: str | None = None
     device: str = "auto"
     dtype: str = "auto"
+    kernels: str = "auto"
     chunk_size: int = 512
     max_running: int = 64
     max_context: int | None = None
@@ -91,6 +93,7 @@ class EngineConfig:
         for name, allowed in (
             ("device", DEVICES),
             ("dtype", DTYPES),
+            ("kernels", KERNELS),
             ("verify", VERIFY_MODES),
             ("cp_split", CP_SPLITS),
             ("cp_decode", CP_DECODES),

@@ -41,7 +41,7 @@ def load_engine(
     dtype = getattr(torch, config.dtype)
     reader = CheckpointReader(config.model, model_config, dtype, progress=progress)
     source = OnDevice(reader, device)
-    kernels, draft = choose(device, dtype, config.deterministic), drafter_class(config.draft)
+    kernels, draft = choose(device, dtype, config.deterministic, config.kernels), drafter_class(config.draft)
     taps = draft.tap_layers(model_config)
     sizes = (config.max_context, device, taps, dtype, draft.tap_kind)
     model = family(model_config.model_type).build(model_config, source, groups, kernels, *sizes)

@@ -12,6 +12,7 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -38,9 +39,20 @@ TWINS = {
     "swiglu": "moe",
     "experts_forward": "moe",
 }
-# backend -> (package it needs, operation -> module below this package that offers ``bind_<operation>``)
+
+
+class Backend(NamedTuple):
+    """``package``: what it needs. ``modules``: operation -> the module below this package that offers
+    ``bind_<operation>``. ``row_count_matters``: operations that give a row other bits in other company, unless bound
+    with ``row_by_row``."""
+
+    package: str
+    modules: dict[str, str]
+    row_count_matters: frozenset[str]
+
+
 COMPILED = {
-    "numba": (
+    "numba": Backend(
         "numba",
         {
             "linear": "cpu.linear",
@@ -62,6 +74,31 @@ COMPILED = {
             "swiglu": "cpu.moe",
             "experts_forward": "cpu.moe",
         },
+        frozenset(),
+    ),
+    "triton": Backend(
+        "triton",
+        {
+            "linear": "triton.linear",
+            "grouped_linear": "triton.linear",
+            "project": "triton.projection",
+            "rms_norm": "triton.norm_rope",
+            "head_norm_rope": "triton.norm_rope",
+            "head_rope": "triton.norm_rope",
+            "key_norm_rope": "triton.norm_rope",
+            "hc_pre": "triton.hyper_connection",
+            "hc_post": "triton.hyper_connection",
+            "hc_collapse": "triton.hyper_connection",
+            "store_rows": "triton.compress",
+            "pool_windows": "triton.compress",
+            "select_entries": "triton.select_entries",
+            "attend": "triton.sparse_attention",
+            "route_scored": "triton.routing",
+            "route_hashed": "triton.routing",
+            "swiglu": "triton.experts",
+            "experts_forward": "triton.experts",
+        },
+        frozenset(("linear", "project", "grouped_linear", "experts_forward", "attend")),
     ),
 }
 
@@ -79,20 +116,39 @@ class Kernels:
         if deterministic and backend == "torch":
             raise ValueError("--deterministic needs compiled kernels: float32 on the CPU, with the extra dspark[cpu]")
         self.backend, self._deterministic = backend, deterministic
-        self._modules = COMPILED[backend][1] if backend in COMPILED else {}
+        self._compiled = COMPILED.get(backend, Backend("", {}, frozenset()))
 
     def bind(self, operation: str, **weights: object) -> Callable[..., object]:
         """``operation`` with its weights fixed: a callable of the activations."""
-        if operation in self._modules:
-            module = importlib.import_module(f".{self._modules[operation]}", __name__)
+        if operation in self._compiled.modules:
+            module = importlib.import_module(f".{self._compiled.modules[operation]}", __name__)
+            if self._deterministic and operation in self._compiled.row_count_matters:
+                weights["row_by_row"] = True
             return getattr(module, f"bind_{operation}")(**weights)
         module = importlib.import_module(f".{TWINS[operation]}", __name__)
         return functools.partial(getattr(module, operation), **weights)
 
 
-def choose(device: torch.device, dtype: torch.dtype, deterministic: bool = False) -> Kernels:
-    """The kernels for a model on ``device`` that computes in ``dtype``: compiled ones for float32 on the CPU where the
-    optional compiler is installed, else plain torch."""
-    if device.type == "cpu" and dtype == torch.float32 and importlib.util.find_spec("numba") is not None:
+def choose(device: torch.device, dtype: torch.dtype, deterministic: bool = False, choice: str = "auto") -> Kernels:
+    """The kernels for a model on ``device`` that computes in ``dtype``, by ``choice``.
+
+    "auto": Triton's on a GPU, and on the CPU compiled ones for float32, where these packages are installed, else plain
+    torch. "cpu": the latter. "torch", "triton": those. Raises ``ValueError`` if the chosen kernels cannot run here.
+    """
+    is_cpu, has = device.type == "cpu", {name: importlib.util.find_spec(name) is not None for name in COMPILED}
+    if choice == "auto":
+        if is_cpu:
+            choice = "cpu" if dtype == torch.float32 and has["numba"] else "torch"
+        else:
+            choice = "triton" if has["triton"] else "torch"
+    if choice == "cpu":
+        if not is_cpu or dtype != torch.float32:
+            raise ValueError(f"--kernels cpu needs --device cpu and --dtype float32, not {device.type} and {dtype}")
+        if not has["numba"]:
+            raise ValueError("--kernels cpu needs numba: install the extra dspark[cpu]")
         return Kernels("numba", deterministic)
-    return Kernels("torch", deterministic)
+    if choice == "triton":
+        if not has["triton"]:
+            raise ValueError("--kernels triton needs triton: install the extra dspark[triton]")
+        importlib.import_module(".triton.jit", __name__).check_device(device)
+    return Kernels(choice, deterministic)

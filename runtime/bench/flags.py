@@ -10,7 +10,7 @@ from ...layers.kernels import choose
 from ...parallel.launch import detect
 from ...parallel.topology import Topology
 from ..checkpoint import bundled_model
-from ..engine_config import DEVICES, DTYPES, EngineConfig
+from ..engine_config import DEVICES, DTYPES, KERNELS, EngineConfig
 from ..model_config import Config, load_model_config
 from ..progress import shown
 from ..session import Session
@@ -41,6 +41,7 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", choices=DEVICES, default="auto", help="default: a GPU if there is one")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="default: float32 on CPU, else bfloat16")
+    parser.add_argument("--kernels", choices=KERNELS, default="auto", help="default: compiled ones where they can run")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--picture", metavar="FILE.png", help="also draw the figures (needs matplotlib)")
 
@@ -78,6 +79,7 @@ def open_alone(args: argparse.Namespace, **options: object) -> Session:
         model=args.model,
         device=args.device,
         dtype=args.dtype,
+        kernels=args.kernels,
         deterministic=args.deterministic,
         **({"draft": "none"} | options),
     )
@@ -92,7 +94,7 @@ def measured(session: Session) -> str:
     """What is measured, in words."""
     config = session.config
     device = session.process.device
-    kernels = choose(device, session.engine.cache.layers[0].window.dtype).backend
+    kernels = choose(device, session.engine.cache.layers[0].window.dtype, choice=config.kernels).backend
     name = pathlib.Path(config.model).name
     kind = f"deterministic {kernels}" if config.deterministic else kernels
     draft = "without a draft" if config.draft == "none" else f"with the draft {config.draft}"

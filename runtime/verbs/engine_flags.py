@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from ...parallel.topology import Topology
-from ..engine_config import DEVICES, DTYPES, VERIFY_MODES, EngineConfig
+from ..engine_config import DEVICES, DTYPES, KERNELS, VERIFY_MODES, EngineConfig
 from ..progress import shown
 from ..session import Session
 from .layout import add_layout_flags, topology_from_args
@@ -30,6 +30,12 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--device", choices=DEVICES, default=_DEFAULT.device, help="default: a GPU if there is one")
     group.add_argument("--dtype", choices=DTYPES, default=_DEFAULT.dtype, help="default: float32 on CPU, else bfloat16")
+    group.add_argument(
+        "--kernels",
+        choices=KERNELS,
+        default=_DEFAULT.kernels,
+        help="default: Triton's on a GPU, compiled ones for float32 on CPU, else plain torch",
+    )
     group.add_argument(
         *("--max-running", "--max-running-requests", "--max-num-seqs"),
         dest="max_running",

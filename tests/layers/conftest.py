@@ -131,6 +131,35 @@ def twins():
 
 
 @pytest.fixture(scope="session")
+def device():
+    """Where Triton's kernels run: the GPU, or the CPU under Triton's interpreter."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="session")
+def triton_twins(device):
+    """The plain kernels and Triton's."""
+    pytest.importorskip("triton", reason="without triton there are no GPU kernels to compare")
+    return Kernels("torch"), Kernels("triton")
+
+
+@pytest.fixture(scope="session")
+def moved(device):
+    """``moved(thing)``: every tensor in a nest of tuples, lists and dicts on the kernels' device."""
+
+    def move(thing):
+        if isinstance(thing, torch.Tensor):
+            return thing.to(device)
+        if isinstance(thing, dict):
+            return {name: move(value) for name, value in thing.items()}
+        if isinstance(thing, tuple) and hasattr(thing, "_fields"):
+            return type(thing)(*map(move, thing))
+        return [move(value) for value in thing] if isinstance(thing, list) else thing
+
+    return move
+
+
+@pytest.fixture(scope="session")
 def named():
     return Named
 
