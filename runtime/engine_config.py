@@ -28,7 +28,8 @@ class EngineConfig:
 
     ``model`` is a checkpoint folder (``None``: the bundled one). ``chunk_size`` counts prefill tokens a step and DP
     rank, ``max_running`` requests in flight, ``max_context`` tokens of prompt and continuation together (``None``:
-    the model's own limit). ``dtype`` is the dtype of activations and unquantised weights. ``kernels``: see :func:`..layers.kernels.choose`.
+    the model's own limit). ``dtype`` is the dtype of activations and unquantised weights, ``kernels`` the choice of
+    :func:`..layers.kernels.choose`.
 
     The cache of a DP rank has ``cache_pages`` pages, or what fits into ``cache_bytes`` a rank, or enough for
     ``max_running`` requests of ``max_context`` tokens. ``admission``: "worst_case", "optimistic", or the share of its

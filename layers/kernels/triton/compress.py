@@ -1,4 +1,4 @@
-"""Compressor pooling and ring writes. Legend: K key rows, C closing rows, m tokens per window, d entry width, R ring rows.
+"""Compressor pooling and ring writes. Legend: K key rows, m tokens per window, d entry width, R ring rows.
 
 A closing row of -1 is padding, and so is a key row whose request ends more than R rows behind it.
 """

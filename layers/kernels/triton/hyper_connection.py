@@ -64,7 +64,7 @@ def _mixed(mixes, row, num_rows, num_columns, num_slices, at, mask):
 
 @triton.jit
 def _sinkhorn(logits, inside, num_iters, eps):
-    """See :func:`..hyper_connection.sinkhorn`; ``logits`` [n, n] filled up to powers of two, ``inside`` what is real."""
+    """See :func:`..hyper_connection.sinkhorn`; ``logits`` [n, n] padded to powers of two, ``inside`` what is real."""
     logits = tl.where(inside, logits, -3.0e38)
     comb = tl.where(inside, tl.exp(logits - tl.max(logits, axis=1)[:, None]), 0.0)
     # A real row sums to at least one, its largest.

@@ -25,7 +25,7 @@ def _scores(
     num_heads, width, scale, RATIO: tl.constexpr,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``scores`` [T, E] of a stretch of entries for one query; untouched where all visible entries are chosen anyway."""
+    """``scores`` [T, E] of a stretch of entries for one query; untouched where all that are visible are chosen."""
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     visible = (tl.load(positions + row) + 1) // RATIO
     if (visible <= top_k) | (first >= visible):
