@@ -6,6 +6,9 @@ import dataclasses
 import os
 from dataclasses import dataclass
 
+import torch
+
+from ..layers.kernels import default_choice
 from ..parallel.topology import Topology
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -155,7 +158,7 @@ def check_supported(config: EngineConfig, topology: Topology) -> None:
 def resolve(
     config: EngineConfig, *, model_dir: str, device_type: str, max_positions: int, own_draft: str
 ) -> EngineConfig:
-    """A new config with every "auto" decided: the folder, "cpu" or "cuda", the dtype, the context limit, the draft.
+    """A new config with every "auto" decided: the folder, "cpu" or "cuda", dtype, kernels, context limit, draft.
 
     Args:
         model_dir: the checkpoint folder in use.
@@ -172,11 +175,13 @@ def resolve(
             "(max_position_embeddings); choose at most that"
         )
     default_dtype = {"cpu": "float32", "cuda": "bfloat16"}[device_type]
+    dtype = default_dtype if config.dtype == "auto" else config.dtype
     return dataclasses.replace(
         config,
         model=model_dir,
         device=device_type,
-        dtype=default_dtype if config.dtype == "auto" else config.dtype,
+        dtype=dtype,
+        kernels=default_choice(device_type, getattr(torch, dtype)) if config.kernels == "auto" else config.kernels,
         max_context=max_positions if config.max_context is None else config.max_context,
         draft=own_draft if config.draft == "auto" else config.draft,
         dispatch_backend="torch" if config.dispatch_backend == "auto" else config.dispatch_backend,

@@ -129,26 +129,31 @@ class Kernels:
         return functools.partial(getattr(module, operation), **weights)
 
 
-def choose(device: torch.device, dtype: torch.dtype, deterministic: bool = False, choice: str = "auto") -> Kernels:
-    """The kernels for a model on ``device`` that computes in ``dtype``, by ``choice``.
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
-    "auto": Triton's on a GPU, and on the CPU compiled ones for float32, where these packages are installed, else plain
-    torch. "cpu": the latter. "torch", "triton": those. Raises ``ValueError`` if the chosen kernels cannot run here.
-    """
-    is_cpu, has = device.type == "cpu", {name: importlib.util.find_spec(name) is not None for name in COMPILED}
+
+def default_choice(device_type: str, dtype: torch.dtype) -> str:
+    """Triton's kernels on a GPU, and on the CPU compiled ones for float32, where these packages are installed; else
+    plain torch."""
+    if device_type != "cpu":
+        return "triton" if _installed("triton") else "torch"
+    return "cpu" if dtype == torch.float32 and _installed("numba") else "torch"
+
+
+def choose(device: torch.device, dtype: torch.dtype, deterministic: bool = False, choice: str = "auto") -> Kernels:
+    """The kernels for a model on ``device`` that computes in ``dtype``: "torch", "cpu" (compiled), "triton", or by
+    :func:`default_choice` if ``choice`` is "auto". Raises ``ValueError`` if they cannot run here."""
     if choice == "auto":
-        if is_cpu:
-            choice = "cpu" if dtype == torch.float32 and has["numba"] else "torch"
-        else:
-            choice = "triton" if has["triton"] else "torch"
+        choice = default_choice(device.type, dtype)
     if choice == "cpu":
-        if not is_cpu or dtype != torch.float32:
+        if device.type != "cpu" or dtype != torch.float32:
             raise ValueError(f"--kernels cpu needs --device cpu and --dtype float32, not {device.type} and {dtype}")
-        if not has["numba"]:
+        if not _installed("numba"):
             raise ValueError("--kernels cpu needs numba: install the extra dspark[cpu]")
         return Kernels("numba", deterministic)
     if choice == "triton":
-        if not has["triton"]:
+        if not _installed("triton"):
             raise ValueError("--kernels triton needs triton: install the extra dspark[triton]")
         importlib.import_module(".triton.jit", __name__).check_device(device)
     return Kernels(choice, deterministic)
