@@ -46,6 +46,7 @@ class StageLink:
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The next tensor from the stage before, of a shape and dtype that both sides know. Blocks."""
         x = torch.empty(shape, dtype=dtype, device=device)
+        self._group.traffic.note("receive", x.nbytes)
         dist.recv(x, self._group.ranks[self.stage - 1], group=self._group.pg)
         return x
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
+from .journal import Journal
 from .topology import AXES, Topology
 
 
@@ -41,15 +42,20 @@ class Traffic:
 
 
 class TrafficCounter:
-    """The :class:`Traffic` of one group by operation name (``all_reduce``, ``all_to_all_v``, ...)."""
+    """The :class:`Traffic` of one group by operation name (``all_reduce``, ``all_to_all_v``, ...).
 
-    __slots__ = ("ops",)
+    What is counted is also noted in ``journal``, under the group's ``name``.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("ops", "_name", "_journal")
+
+    def __init__(self, name: str = "", journal: Journal | None = None) -> None:
         self.ops: dict[str, Traffic] = {}
+        self._name, self._journal = name, Journal() if journal is None else journal
 
     def add(self, op: str, num_bytes: int, sent: int, crossing: int) -> None:
-        """Count one call of ``op``; see :class:`Traffic` for the units."""
+        """Count one call of ``op``, which is about to happen; see :class:`Traffic` for the units."""
+        self.note(op, num_bytes)
         traffic = self.ops.get(op)
         if traffic is None:
             traffic = self.ops[op] = Traffic()
@@ -57,6 +63,10 @@ class TrafficCounter:
         traffic.bytes += num_bytes
         traffic.sent_bytes += sent
         traffic.cross_node_bytes += crossing
+
+    def note(self, op: str, num_bytes: int) -> None:
+        """Put a call of ``op`` into the journal alone, such as the receiving end of what the sender counts."""
+        self._journal.note(self._name, op, num_bytes)
 
     def __getitem__(self, op: str) -> Traffic:
         """The figures of ``op``; zeros if it was never called."""
@@ -131,6 +141,7 @@ class Groups:
     moe_dp: Group
     attn_block: Group
     attn_rows: Group
+    journal: Journal = field(default_factory=Journal)
 
     @classmethod
     def single(cls, rank: int = 0) -> Groups:
@@ -141,15 +152,23 @@ class Groups:
         return cls(topology=Topology(), **{axis: alone.get(axis, group) for axis in names})
 
     @classmethod
-    def build(cls, topology: Topology, rank: int, *, timeout: datetime.timedelta | None = None) -> Groups:
+    def build(
+        cls,
+        topology: Topology,
+        rank: int,
+        *,
+        timeout: datetime.timedelta | None = None,
+        journal: Journal | None = None,
+    ) -> Groups:
         """The groups of world rank ``rank`` in the running ``torch.distributed`` job.
 
         Collective over the whole job: every rank creates every group, in the same order. A layout of one rank needs no
-        running job. ``timeout`` bounds each collective of the new groups (default: that of the job). Raises
-        ``ValueError`` when the job has another size or this process another rank.
+        running job. ``timeout`` bounds each collective of the new groups (default: that of the job); they are noted
+        in ``journal``. Raises ``ValueError`` when the job has another size or this process another rank.
         """
         if topology.world == 1:
             return cls.single(rank)
+        journal = Journal() if journal is None else journal
         if not dist.is_initialized():
             raise ValueError(f"a layout of {topology.world} ranks needs a running process group; none was started")
         if dist.get_world_size() != topology.world or dist.get_rank() != rank:
@@ -168,7 +187,7 @@ class Groups:
 
         def group(name: str, ranks: tuple[int, ...]) -> Group:
             remote = tuple(i for i, peer in enumerate(ranks) if topology.node(peer) != here)
-            return Group(name, ranks, ranks.index(rank), pgs.get(ranks), remote)
+            return Group(name, ranks, ranks.index(rank), pgs.get(ranks), remote, TrafficCounter(name, journal))
 
         own = {axis: group(axis, topology.group_of(axis, rank)) for axis in AXES if topology.alias(axis) == axis}
         members = {axis: own[topology.alias(axis)] for axis in AXES}
@@ -176,7 +195,7 @@ class Groups:
             ranks = next(ranks for ranks in rank_lists if rank in ranks)
             same = next((member for member in (members["tp"], members["attn_tp"]) if member.ranks == ranks), None)
             members[axis] = same or group(axis, ranks)
-        return cls(topology=topology, world=group("world", everyone), **members)
+        return cls(topology=topology, world=group("world", everyone), **members, journal=journal)
 
     def __iter__(self) -> Iterator[Group]:
         """Each distinct group object once, the world first."""

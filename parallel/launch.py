@@ -11,94 +11,18 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from .slurm import expand_counts, expand_hosts
+from .environment import LOOPBACK, LaunchInfo, launch_info
+from .journal import Journal
+from .monitor import JobEnded, Monitor
+from .roll_call import AgreedError, Present
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
-
-LOOPBACK = "127.0.0.1"
-
-
-@dataclass(frozen=True)
-class LaunchInfo:
-    """What a launcher says about this process.
-
-    ``local_rank`` and ``local_size`` count the ranks on this process's node; ``node`` names the node, in the launcher's
-    own terms. None where the launcher does not say; :func:`init` finds it out. ``agent_store`` tells that torchrun's
-    agent already runs the store at ``master_addr:master_port``. ``attempt`` counts restarts.
-    """
-
-    launcher: str
-    rank: int = 0
-    world: int = 1
-    local_rank: int | None = 0
-    local_size: int | None = 1
-    node: str | None = None
-    master_addr: str | None = None
-    master_port: int | None = None
-    agent_store: bool = False
-    attempt: int = 0
-
-    @property
-    def one_node(self) -> bool:
-        """Whether all ranks are known to be on one node."""
-        return self.local_size == self.world
-
-
-class _Variables:
-    """Reads and cross-checks environment variables on behalf of one launcher."""
-
-    def __init__(self, environ: Mapping[str, str], launcher: str) -> None:
-        self.environ, self.launcher = environ, launcher
-
-    def text(self, *names: str) -> str | None:
-        """The first of ``names`` that is set and not empty."""
-        return next((self.environ[name] for name in names if self.environ.get(name)), None)
-
-    def need(self, *names: str) -> str:
-        value = self.text(*names)
-        if value is None:
-            raise ValueError(f"started by {self.launcher}, but {' and '.join(names)} not set in the environment")
-        return value
-
-    def number(self, *names: str) -> int | None:
-        return None if self.text(*names) is None else self.need_number(*names)
-
-    def need_number(self, *names: str) -> int:
-        value = self.need(*names)
-        if not value.isascii() or not value.isdigit():
-            name = next(name for name in names if self.environ.get(name))
-            raise ValueError(f"{name}={value} is not a whole number of at least 0")
-        return int(value)
-
-    def agree(self, name: str, other: str, expected: int | None) -> None:
-        """A variable of another launcher, where it is set at all, must say the same."""
-        value = self.number(name)
-        if value is not None and expected is not None and value != expected:
-            raise ValueError(
-                f"{name}={value} contradicts {other}={expected} of {self.launcher}; unset {name} or start with torchrun"
-            )
-
-    def port(self) -> int | None:
-        port = self.number("MASTER_PORT")
-        if port is not None and not 0 < port < 65536:
-            raise ValueError(f"MASTER_PORT={port} is outside 1..65535")
-        return port
-
-
-def _checked(info: LaunchInfo, rank_name: str, world_name: str) -> LaunchInfo:
-    if info.world < 1 or info.rank >= info.world:
-        raise ValueError(f"{rank_name}={info.rank} is not a rank of a job with {world_name}={info.world}")
-    if info.local_rank is not None and info.local_size is not None and info.local_rank >= info.local_size:
-        raise ValueError(f"the local rank {info.local_rank} is not one of {info.local_size} ranks of this node")
-    if info.local_size is not None and info.local_size > info.world:
-        raise ValueError(f"{info.local_size} ranks on this node are more than {world_name}={info.world}")
-    return info
 
 
 def detect(environ: Mapping[str, str] | None = None) -> LaunchInfo:
@@ -107,119 +31,31 @@ def detect(environ: Mapping[str, str] | None = None) -> LaunchInfo:
     torchrun's variables win over those of a Slurm or MPI job around it, mpirun's over those of the Slurm job it was
     started in. Raises ``ValueError`` naming the variable that is missing, malformed, or contradicts another.
     """
-    environ = os.environ if environ is None else environ
-    if environ.get("TORCHELASTIC_RUN_ID") or environ.get("GROUP_RANK"):
-        return _from_torchrun(_Variables(environ, "torchrun"))
-    if environ.get("OMPI_COMM_WORLD_RANK") or environ.get("OMPI_COMM_WORLD_SIZE"):
-        return _from_mpi(_Variables(environ, "mpirun"), "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
-    # srun speaks PMI too: then both say the same, and Slurm's variables say more.
-    slurm = _is_slurm_task(environ)
-    same = slurm and environ.get("PMI_RANK") == environ["SLURM_PROCID"]
-    if (environ.get("PMI_RANK") or environ.get("PMI_SIZE")) and not same:
-        return _from_mpi(_Variables(environ, "mpirun"), "PMI_RANK", "PMI_SIZE")
-    if slurm:
-        return _from_slurm(_Variables(environ, "srun"))
-    if environ.get("RANK") or environ.get("WORLD_SIZE"):
-        return _from_env(_Variables(environ, "RANK and WORLD_SIZE"))
-    return LaunchInfo("single")
+    return launch_info(os.environ if environ is None else environ)
 
 
-def _is_slurm_task(environ: Mapping[str, str]) -> bool:
-    """Whether srun started this process. A batch script also has a SLURM_PROCID (0), but is no step."""
-    batch_script = environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environ
-    return bool(environ.get("SLURM_PROCID")) and not batch_script
+@dataclass(frozen=True)
+class Limits:
+    """How long a job waits, in seconds.
 
+    ``timeout`` bounds the start and every collective. A rank that dies, fails, stops or cannot be reached ends the job
+    within ``failure_timeout`` (None: 15 on CPUs, 60 on GPUs; 0: nobody watches), a step of the model in which nothing
+    happens for ``watchdog`` as well.
+    """
 
-def _from_torchrun(env: _Variables) -> LaunchInfo:
-    info = LaunchInfo(
-        "torchrun",
-        rank=env.need_number("RANK"),
-        world=env.need_number("WORLD_SIZE"),
-        local_rank=env.need_number("LOCAL_RANK"),
-        local_size=env.need_number("LOCAL_WORLD_SIZE"),
-        node=env.text("GROUP_RANK"),
-        master_addr=env.need("MASTER_ADDR"),
-        master_port=env.port() or env.need_number("MASTER_PORT"),
-        agent_store=env.text("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        attempt=env.number("TORCHELASTIC_RESTART_COUNT") or 0,
-    )
-    return _checked(info, "RANK", "WORLD_SIZE")
+    timeout: float = 300.0
+    failure_timeout: float | None = None
+    watchdog: float = 120.0
 
-
-def _from_env(env: _Variables) -> LaunchInfo:
-    rank, world = env.need_number("RANK"), env.need_number("WORLD_SIZE")
-    if world == 1:
-        return _checked(LaunchInfo("env", rank=rank), "RANK", "WORLD_SIZE")
-    info = LaunchInfo(
-        "env",
-        rank=rank,
-        world=world,
-        local_rank=env.need_number("LOCAL_RANK"),
-        local_size=env.number("LOCAL_WORLD_SIZE"),
-        master_addr=env.need("MASTER_ADDR"),
-        master_port=env.port() or env.need_number("MASTER_PORT"),
-    )
-    return _checked(info, "RANK", "WORLD_SIZE")
-
-
-def _from_slurm(env: _Variables) -> LaunchInfo:
-    rank, local_rank = env.need_number("SLURM_PROCID"), env.need_number("SLURM_LOCALID")
-    world = env.need_number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    node = env.need_number("SLURM_NODEID")
-    env.agree("RANK", "SLURM_PROCID", rank)
-    env.agree("WORLD_SIZE", "SLURM_NTASKS", world)
-    env.agree("LOCAL_RANK", "SLURM_LOCALID", local_rank)
-    hosts = expand_hosts(env.need("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
-    num_nodes = env.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
-    if num_nodes is not None and num_nodes != len(hosts):
-        raise ValueError(f"the Slurm node list has {len(hosts)} hosts, but SLURM_NNODES={num_nodes}")
-    if node >= len(hosts):
-        raise ValueError(f"SLURM_NODEID={node} is not one of the {len(hosts)} hosts of the Slurm node list")
-    per_node = env.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-    tasks = expand_counts(per_node) if per_node else [world] if len(hosts) == 1 else None
-    if tasks is not None and (len(tasks) != len(hosts) or sum(tasks) != world):
-        raise ValueError(
-            f"SLURM_TASKS_PER_NODE={per_node} describes {sum(tasks)} tasks on {len(tasks)} nodes, but there are "
-            f"{world} tasks (SLURM_NTASKS) on {len(hosts)} hosts"
-        )
-    info = LaunchInfo(
-        "slurm",
-        rank=rank,
-        world=world,
-        local_rank=local_rank,
-        local_size=tasks[node] if tasks else None,
-        node=str(node),
-        master_addr=env.text("MASTER_ADDR") or (LOOPBACK if len(hosts) == 1 else hosts[0]),
-        master_port=env.port() or _slurm_port(env),
-    )
-    return _checked(info, "SLURM_PROCID", "SLURM_NTASKS")
-
-
-def _slurm_port(env: _Variables) -> int:
-    """A port that every task of a step computes alike and that two jobs or steps on one host rarely share."""
-    job, step = env.need_number("SLURM_JOB_ID", "SLURM_JOBID"), env.number("SLURM_STEP_ID", "SLURM_STEPID") or 0
-    return 15000 + (job + 997 * step) % 15000
-
-
-def _from_mpi(env: _Variables, rank_name: str, world_name: str) -> LaunchInfo:
-    rank, world = env.need_number(rank_name), env.need_number(world_name)
-    local_rank = env.number("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
-    env.agree("RANK", rank_name, rank)
-    env.agree("WORLD_SIZE", world_name, world)
-    env.agree("LOCAL_RANK", "the local rank", local_rank)
-    info = LaunchInfo(
-        "mpi",
-        rank=rank,
-        world=world,
-        local_rank=local_rank,
-        local_size=env.number("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
-        master_addr=env.text("MASTER_ADDR"),
-        master_port=env.port(),
-    )
-    return _checked(info, rank_name, world_name)
-
-
-# --- the live job -----------------------------------------------------------------------------------------------------
+    def validate(self) -> Limits:
+        """The same limits; raises ``ValueError`` naming the one that is out of range."""
+        for name, low in (("timeout", 0.1), ("failure_timeout", 2.0), ("watchdog", 1.0)):
+            value, flag = getattr(self, name), "--" + name.replace("_", "-")
+            may_be_off = name == "failure_timeout" and (value is None or value == 0)
+            if not may_be_off and not (type(value) in (int, float) and low <= value <= 1e6):
+                off = " (0: nobody watches)" if name == "failure_timeout" else ""
+                raise ValueError(f"{flag} is {value!r}; allowed: {low:g} to 1000000 seconds{off}")
+        return self
 
 
 @dataclass(frozen=True)
@@ -227,13 +63,17 @@ class Process:
     """This rank of a live job: its launch facts (completed), its device, and the node of every world rank.
 
     ``store`` is the job's key-value store under a prefix of this attempt; None in a job of one rank, which has no
-    process group either.
+    process group either. ``present`` are all ranks as they introduced themselves, ``journal`` is what this one does;
+    ``monitor`` watches over the job, where there is somebody to watch.
     """
 
     info: LaunchInfo
     device: torch.device
     nodes: tuple[int, ...]
+    present: tuple[Present, ...]
     store: dist.Store | None = None
+    journal: Journal = field(default_factory=Journal)
+    monitor: Monitor | None = None
 
     @property
     def rank(self) -> int:
@@ -245,31 +85,95 @@ class Process:
         """The number of ranks."""
         return self.info.world
 
-    def close(self) -> None:
-        """As :func:`close`."""
-        close()
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self.close(error)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave the job. With an ``error`` that only this rank knows of, the job ends for all of them.
+
+        Raises :class:`~.monitor.JobEnded` where it ends for another reason than ``error``.
+        """
+        verdict, reason = None, error
+        while reason is not None and reason.__cause__ is not None:
+            reason = reason.__cause__
+        if self.monitor is not None:
+            if reason is not None and not isinstance(reason, AgreedError):
+                verdict = self.monitor.fail(reason)
+            self.monitor.leave()
+        if error is None:
+            close()
+        if verdict is not None and verdict.rank != self.rank:
+            raise JobEnded(verdict) from error
 
 
-def init(info: LaunchInfo, device: str = "auto", timeout: float = 300.0) -> Process:
+def init(
+    info: LaunchInfo,
+    device: str = "auto",
+    limits: Limits = Limits(failure_timeout=0),  # noqa: B008 (frozen)
+    describe: Callable[[torch.device], Mapping[str, str]] = lambda device: {},
+) -> Process:
     """The live job that ``info`` describes; collective over all its ranks, and nothing to wait for in a job of one.
 
     ``device``: ``auto`` (CUDA where there is one), ``cpu`` or ``cuda``; it is made current. CUDA jobs move CUDA tensors
-    by NCCL and CPU tensors by gloo, others have gloo only. ``timeout`` (seconds) bounds the start and every collective.
+    by NCCL and CPU tensors by gloo, others have gloo only. ``describe`` is told the device and says what this rank is
+    going to run, which must be the same on all ranks; its ``ValueError`` or ``OSError`` is reported by all of them.
     The store has a prefix per restart, since gloo would else find the addresses of the ranks that died. Raises
-    ``ValueError`` for a device, host or port that cannot be used and ``TimeoutError`` naming ranks that did not come.
+    ``ValueError`` for a device, host or port that cannot be used and for ranks that do not agree (before any process
+    group is made), ``TimeoutError`` naming ranks that did not come.
     """
     import torch.distributed as dist
 
-    from .rendezvous import check_in, exchange_nodes, listen, open_store
+    from .rendezvous import agree_by_mpi, exchange_nodes
 
     assert not dist.is_initialized(), "the process group was already started"
+    limits.validate()
     listener = None
     if info.world > 1 and info.launcher == "mpi":
-        info, listener = _agree_by_mpi(info)
-    chosen = _choose_device(info, device)
+        info, listener = agree_by_mpi(info)
     if info.world == 1:
-        return Process(info, chosen, (0,))
-    limit = datetime.timedelta(seconds=timeout)
+        chosen = _choose_device(info, device)
+        describe(chosen)
+        return Process(info, chosen, (0,), (Present(socket.gethostname(), os.getpid(), str(chosen)),))
+    fields, chosen, problem = {}, None, None
+    try:
+        chosen = _choose_device(info, device)
+        fields = describe(chosen)
+    except (ValueError, OSError) as error:
+        problem = error
+    store, present = _meet(info, str(chosen), fields, problem, limits, listener)
+    journal = Journal()
+    monitor = _watch(info, store, present, journal, limits, chosen)
+    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+    limit = datetime.timedelta(seconds=limits.timeout)
+    try:
+        dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world, timeout=limit)
+        nodes = exchange_nodes(info.world, info.node if info.node is not None else socket.gethostname())
+    except BaseException as error:
+        Process(info, chosen, (), present, monitor=monitor).close(error)
+        raise
+    info = replace(info, local_size=nodes.count(nodes[info.rank]))
+    return Process(info, chosen, nodes, present, store, journal, monitor)
+
+
+def _meet(
+    info: LaunchInfo,
+    device: str,
+    fields: Mapping[str, str],
+    problem: Exception | None,
+    limits: Limits,
+    listener: socket.socket | None,
+) -> tuple[dist.Store, tuple[Present, ...]]:
+    """The job's store, after the roll call; ``problem`` is why this rank cannot take part."""
+    import torch.distributed as dist
+
+    from .rendezvous import listen, open_store
+    from .roll_call import roll_call
+
+    # A rank that cannot take part has to say so, but not to wait long for somebody to listen.
+    limit = datetime.timedelta(seconds=limits.timeout if problem is None else min(limits.timeout, 5.0))
     if info.one_node:
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
         if loopback:
@@ -277,13 +181,35 @@ def init(info: LaunchInfo, device: str = "auto", timeout: float = 300.0) -> Proc
     serve = info.rank == 0 and not info.agent_store
     if serve and listener is None and info.one_node and info.master_addr in (LOOPBACK, "localhost"):
         listener = listen(LOOPBACK, info.master_port)
-    raw = open_store(info.master_addr, info.master_port, info.rank, serve, listener, limit)
-    store = dist.PrefixStore(f"dspark/attempt{info.attempt}", raw)
-    check_in(store, info.rank, info.world, limit)
-    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world, timeout=limit)
-    nodes = exchange_nodes(info.world, info.node if info.node is not None else socket.gethostname())
-    return Process(replace(info, local_size=nodes.count(nodes[info.rank])), chosen, nodes, store)
+    try:
+        raw = open_store(info.master_addr, info.master_port, info.rank, serve, listener, limit)
+        store = dist.PrefixStore(f"dspark/attempt{info.attempt}", raw)
+        text = None if problem is None else str(problem)
+        return store, roll_call(store, info.rank, info.world, device, fields, text, limit)
+    except TimeoutError:
+        if problem is not None:
+            raise problem from None
+        raise
+
+
+def _watch(
+    info: LaunchInfo,
+    store: dist.Store,
+    present: tuple[Present, ...],
+    journal: Journal,
+    limits: Limits,
+    device: torch.device,
+) -> Monitor | None:
+    from .rendezvous import address_towards
+
+    seconds = limits.failure_timeout
+    if seconds is None:
+        seconds = 15.0 if device.type == "cpu" else 60.0
+    if not seconds:
+        return None
+    address = LOOPBACK if info.one_node else address_towards(info.master_addr, info.master_port)
+    hosts = [one.host for one in present]
+    return Monitor.start(store, info.rank, hosts, address, journal, seconds, limits.watchdog)
 
 
 def close() -> None:
@@ -309,38 +235,6 @@ def _choose_device(info: LaunchInfo, device: str) -> torch.device:
         raise ValueError(f"local rank {index} has no GPU: {count} visible here; {way_out}")
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
-
-
-def _agree_by_mpi(info: LaunchInfo) -> tuple[LaunchInfo, socket.socket | None]:
-    """Local ranks from MPI's shared-memory split; the address and port of rank 0's store by an MPI broadcast."""
-    if None not in (info.master_addr, info.master_port, info.local_rank):
-        return info, None
-    try:
-        from mpi4py import MPI
-    except ImportError as error:
-        raise ValueError(
-            "started by mpirun without MASTER_ADDR and MASTER_PORT, which then needs mpi4py; install dspark[mpi] or "
-            "export both"
-        ) from error
-    from .rendezvous import listen, outward_address
-
-    comm = MPI.COMM_WORLD
-    if comm.size != info.world:
-        raise ValueError(
-            f"mpi4py sees {comm.size} ranks, but mpirun started {info.world}: they belong to different MPI libraries; "
-            "use the mpirun of mpi4py's library, or export MASTER_ADDR and MASTER_PORT"
-        )
-    shared = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    info = replace(info, local_rank=shared.rank, local_size=shared.size)
-    listener, message = None, bytearray(256)
-    if info.rank == 0:
-        host = info.master_addr or (LOOPBACK if info.one_node else outward_address())
-        listener = listen(LOOPBACK if info.one_node else "", info.master_port or 0)
-        text = f"{listener.getsockname()[1]} {host}".encode()
-        message[: len(text)] = text
-    comm.Bcast([message, MPI.BYTE], root=0)
-    port, host = message.rstrip(b"\0").decode().split(" ")
-    return replace(info, master_addr=host, master_port=int(port)), listener
 
 
 def use_interface(name: str) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import datetime
 import hashlib
 import socket
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
-from .launch import LOOPBACK
+from .environment import LOOPBACK, LaunchInfo
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -43,6 +44,19 @@ def outward_address() -> str:
             return LOOPBACK
 
 
+def address_towards(host: str, port: int) -> str:
+    """The address of this host that packets to ``host:port`` come from, if others can reach it; else as
+    :func:`outward_address`."""
+    family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        try:
+            probe.connect(target)
+            address = probe.getsockname()[0]
+        except OSError:
+            return outward_address()
+    return outward_address() if address.startswith("127.") or address == "::1" else address
+
+
 def open_store(
     host: str, port: int, rank: int, serve: bool, listener: socket.socket | None, limit: datetime.timedelta
 ) -> dist.Store:
@@ -65,27 +79,6 @@ def open_store(
         ) from error
 
 
-def check_in(store: dist.Store, rank: int, world: int, limit: datetime.timedelta) -> None:
-    """Wait until every rank is there, so that a missing one is named and not just a time-out in gloo. Collective.
-
-    Raises ``TimeoutError``, on rank 0 with the ranks that did not come.
-    """
-    keys = [f"here/{peer}" for peer in range(world)]
-    store.set(keys[rank], "1")
-    seconds = f"{limit.total_seconds():g} s"
-    try:
-        if rank == 0:
-            store.wait(keys, limit)
-            store.set("here/all", "1")
-        else:
-            store.wait(["here/all"], limit)
-    except RuntimeError as error:
-        if rank:
-            raise TimeoutError(f"rank {rank}: rank 0 did not see all {world} ranks within {seconds}") from error
-        missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
-        raise TimeoutError(f"{len(missing)} of {world} ranks did not start within {seconds}: {missing}") from error
-
-
 def exchange_nodes(world: int, name: str) -> tuple[int, ...]:
     """The node of every world rank, numbered in order of appearance, from each rank's own node name. Collective.
 
@@ -96,3 +89,33 @@ def exchange_nodes(world: int, name: str) -> tuple[int, ...]:
     dist.all_gather(list(gathered.chunk(world)), torch.tensor([int.from_bytes(digest, "big", signed=True)]))
     numbers: dict[int, int] = {}
     return tuple(numbers.setdefault(value, len(numbers)) for value in gathered.tolist())
+
+
+def agree_by_mpi(info: LaunchInfo) -> tuple[LaunchInfo, socket.socket | None]:
+    """Local ranks from MPI's shared-memory split; the address and port of rank 0's store by an MPI broadcast."""
+    if None not in (info.master_addr, info.master_port, info.local_rank):
+        return info, None
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # the latter where it finds no MPI library
+        raise ValueError(
+            "started by mpirun without MASTER_ADDR and MASTER_PORT, which then needs a working mpi4py; install "
+            f"dspark[mpi] or export both ({str(error).splitlines()[0]})"
+        ) from error
+    comm = MPI.COMM_WORLD
+    if comm.size != info.world:
+        raise ValueError(
+            f"mpi4py sees {comm.size} ranks, but mpirun started {info.world}: they belong to different MPI libraries; "
+            "use the mpirun of mpi4py's library, or export MASTER_ADDR and MASTER_PORT"
+        )
+    shared = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    info = replace(info, local_rank=shared.rank, local_size=shared.size)
+    listener, message = None, bytearray(256)
+    if info.rank == 0:
+        host = info.master_addr or (LOOPBACK if info.one_node else outward_address())
+        listener = listen(LOOPBACK if info.one_node else "", info.master_port or 0)
+        text = f"{listener.getsockname()[1]} {host}".encode()
+        message[: len(text)] = text
+    comm.Bcast([message, MPI.BYTE], root=0)
+    port, host = message.rstrip(b"\0").decode().split(" ")
+    return replace(info, master_addr=host, master_port=int(port)), listener

@@ -6,7 +6,7 @@ text, with an example. Exit statuses:
 - 0: done;
 - 2: bad usage, configuration or input: ``ValueError`` or ``OSError``, one line on stderr, no traceback;
 - 1: failed while running: everything else, and whatever happens inside :func:`running`;
-- 130: interrupted.
+- 130: interrupted; 143: ended by SIGTERM.
 
 Every rank of a job ends with the same status where all see the mistake; rank 0 alone prints.
 """
@@ -19,9 +19,14 @@ import importlib
 import importlib.metadata
 import logging
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
+
+from ..parallel.monitor import JobEnded
+from .results_file import OutputFailed
 
 VERBS: dict[str, tuple[str, str]] = {
     "topology": (".verbs.topology", "rank tables of a layout, without starting it"),
@@ -35,10 +40,16 @@ VERBS: dict[str, tuple[str, str]] = {
     "bench": (".verbs.bench", "speed and memory against a stated baseline"),
 }
 
-EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_TERMINATED = 0, 1, 2, 130, 143
 
 # Where the launchers (torchrun, Open MPI, MPICH, Slurm) put the rank; only for who may print before a job is joined.
 RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came: as an interruption, but with its own exit status."""
+
+    signal_number = signal.SIGTERM
 
 
 class RunError(RuntimeError):
@@ -50,7 +61,7 @@ def running() -> Iterator[None]:
     """Inside, inputs are already checked: any exception is a failure of the run (status 1), not of its usage."""
     try:
         yield
-    except BrokenPipeError:
+    except (BrokenPipeError, OutputFailed):
         raise
     except Exception as error:
         raise RunError(f"{type(error).__name__}: {error}") from error
@@ -67,19 +78,44 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     rank = rank_from(os.environ)
-    with logging_to_stderr(rank):
+    with logging_to_stderr(rank), _terminable():
         return _main(rank, sys.argv[1:] if argv is None else list(argv))
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Inside, SIGTERM unwinds the program as Ctrl-C does. Only the main thread can have that."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def terminate(number: int, frame: object) -> NoReturn:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _main(rank: int, argv: list[str]) -> int:
     try:
         return _dispatch(argv)
+    except JobEnded as ended:  # its guard has said why
+        return ended.verdict.status
+    except Terminated:
+        _say(rank, "dspark: terminated")
+        return EXIT_TERMINATED
     except KeyboardInterrupt:
         _say(rank, "dspark: interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader of stdout went away (``| head``): nothing to report, and nothing more can be written there.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    except OutputFailed as error:
+        _say(rank, f"dspark: error: {error}")
         return EXIT_FAILED
     except (ValueError, OSError) as error:
         _say(rank, f"dspark: error: {' '.join(str(error).split())}")

@@ -152,6 +152,10 @@ class Engine:
         """
         if not self.has_work():
             return []
+        with self.groups.journal.step():
+            return self._step()
+
+    def _step(self) -> list[TokenEvent]:
         self._flights.appendleft(self._launch())
         output = None
         if self._link.stage < len(self._flights):

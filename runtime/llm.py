@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from ..parallel.launch import Limits
 from ..parallel.topology import Topology
 from .drive import Collector, admit, drive, in_order
 from .engine_config import EngineConfig
@@ -28,6 +29,7 @@ class LLM:
         tp, pp, dp, cp, ep, moe_dp: the layout, as :meth:`dspark.parallel.topology.Topology.make` takes it; by default
             all ranks that the launcher started are one tensor-parallel group.
         progress: shows the reading of weights, e.g. ``dspark.runtime.progress.shown``.
+        limits: how long ranks wait for each other, and how soon the job ends when one of them fails.
         options: fields of :class:`EngineConfig` (``max_running``, ``max_context``, ``chunk_size``, ``dtype``, ...).
 
     Started by torchrun, srun or mpirun, every rank makes the same calls; the first rank's prompts count, and every rank
@@ -45,6 +47,7 @@ class LLM:
         ep: int | None = None,
         moe_dp: int = 1,
         progress: ProgressFactory = silent,
+        limits: Limits = Limits(),  # noqa: B008
         **options: Any,
     ) -> None:
         unknown = sorted(set(options) - set(EngineConfig.__dataclass_fields__))
@@ -54,8 +57,12 @@ class LLM:
         def make_topology(world: int, nodes: Sequence[int] | None) -> Topology:
             return Topology.make(world, tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, moe_dp=moe_dp, nodes=nodes)
 
-        self._session = Session.open(EngineConfig(model=model, **options), make_topology, progress)
-        self._session.warm_up()
+        self._session = Session.open(EngineConfig(model=model, **options), make_topology, progress, limits)
+        try:
+            self._session.warm_up()
+        except BaseException as error:
+            self._session.close(error)
+            raise
         self._count = itertools.count()
 
     @property
@@ -100,8 +107,8 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._session.close(error)
 
     def _requests(self, prompts: Prompts, params: SamplingParams | Sequence[SamplingParams] | None) -> Inputs:
         if prompts is None or isinstance(prompts, (bytes, dict)):

@@ -14,6 +14,7 @@ import torch
 
 from ..comm.collectives import all_reduce, broadcast
 from ..parallel.groups import Group
+from ..parallel.roll_call import AgreedError
 from .request import Request, SamplingParams
 
 MAX_SHARED_BYTES = 1 << 30
@@ -42,7 +43,8 @@ def share_json(value: Any, group: Group, device: torch.device | str = "cpu", *, 
 
 
 def from_first(make: Callable[[], Any], group: Group, device: torch.device | str = "cpu") -> Any:
-    """``make()`` of the first rank as JSON on every rank; its ``ValueError`` or ``OSError`` is raised on every rank.
+    """``make()`` of the first rank as JSON on every rank; its ``ValueError`` or ``OSError`` is raised on every rank,
+    as an ``AgreedError``.
 
     Collective over ``group``; ``make`` is called on the first rank only and must not communicate.
     """
@@ -54,12 +56,13 @@ def from_first(make: Callable[[], Any], group: Group, device: torch.device | str
             result = {"error": str(error)[:_MAX_ERROR_CHARS]}
     result = share_json(result, group, device)
     if "error" in result:
-        raise ValueError(result["error"])
+        raise AgreedError(result["error"])
     return result["value"]
 
 
 def all_or_none(work: Callable[[], T], group: Group, device: torch.device | str = "cpu") -> T:
-    """``work()`` of every rank; if any raises ``ValueError`` or ``OSError``, all raise that of the first that did.
+    """``work()`` of every rank; if any raises ``ValueError`` or ``OSError``, all raise that of the first that did,
+    as an ``AgreedError``.
 
     Collective over ``group``; ``work`` must not communicate, or a rank that fails would leave the others waiting.
     """
@@ -71,7 +74,7 @@ def all_or_none(work: Callable[[], T], group: Group, device: torch.device | str 
     failed = torch.tensor([group.size if message is None else group.rank], dtype=torch.int64, device=device)
     first = int(all_reduce(failed, group, "min").item())
     if first < group.size:
-        raise ValueError(share_json(message, group, device, src=first))
+        raise AgreedError(share_json(message, group, device, src=first))
     return result
 
 

@@ -40,10 +40,6 @@ class RandomWeights:
         """The canonical names of all tensors, or of those of the ``role`` target or draft."""
         return [name for name, spec in self._specs.items() if role in (None, spec.role)]
 
-    def digest(self) -> str:
-        """SHA-256 (hex) of what determines the weights."""
-        return hashlib.sha256(f"random {self._seed} {self.config}".encode()).hexdigest()
-
     def take(
         self, name: str, *, dim: int = 0, start: int = 0, stop: int | None = None, dtype: torch.dtype | None = None
     ) -> torch.Tensor:

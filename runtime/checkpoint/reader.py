@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import json
 import pathlib
 from collections.abc import Callable
 
@@ -78,15 +75,6 @@ class CheckpointReader:
     def nbytes(self, role: str | None = None) -> int:
         """Bytes of the tensors of ``role`` in the files, scales included."""
         return sum(self._inspection.encodings[name].nbytes for name in self.names(role))
-
-    def digest(self) -> str:
-        """SHA-256 (hex) of the config and of all headers: the same on ranks that see the same checkpoint."""
-        digest = hashlib.sha256(json.dumps(dataclasses.asdict(self.config), sort_keys=True).encode())
-        for path in self._inspection.files:
-            digest.update(f"{path.name} {path.stat().st_size}\n".encode())
-        for name, encoding in sorted(self._inspection.encodings.items()):
-            digest.update(f"{name} {encoding}\n".encode())
-        return digest.hexdigest()
 
     def take(
         self, name: str, *, dim: int = 0, start: int = 0, stop: int | None = None, dtype: torch.dtype | None = None

@@ -8,7 +8,6 @@ digest of everything it depends on, so a cache is either the right one or not fo
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import pathlib
@@ -22,8 +21,6 @@ from safetensors.torch import save_file
 
 from .documents import TokenSequence
 from .target import FrozenTarget
-
-SAMPLED_BYTES, NUM_SAMPLES = 1 << 16, 64
 
 
 class HiddenData(NamedTuple):
@@ -60,22 +57,6 @@ class HiddenData(NamedTuple):
         lengths = self.starts.diff()
         index = torch.arange(len(self.ids)) - self.starts[:-1].repeat_interleave(lengths)
         return index >= self.first_labels.repeat_interleave(lengths)
-
-
-def files_digest(paths: Sequence[str | pathlib.Path], *facts: object) -> str:
-    """Hex digest of files and JSON-able ``facts``; of large files the size and evenly spaced samples of the bytes."""
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
-    for path in map(pathlib.Path, paths):
-        size = path.stat().st_size
-        digest.update(f"\n{path.name} {size}\n".encode())
-        with path.open("rb") as stream:
-            if size <= SAMPLED_BYTES * NUM_SAMPLES:
-                digest.update(stream.read())
-                continue
-            for sample in range(NUM_SAMPLES):
-                stream.seek(sample * (size - SAMPLED_BYTES) // (NUM_SAMPLES - 1))
-                digest.update(stream.read(SAMPLED_BYTES))
-    return digest.hexdigest()
 
 
 def write_shard(

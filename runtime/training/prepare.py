@@ -17,12 +17,13 @@ from ...comm.collectives import barrier
 from ...parallel.groups import Group
 from ..checkpoint.folder import read_checkpoint_headers
 from ..checkpoint.names import canonical_name
+from ..digest import files_digest
 from ..model_config import ModelConfig
 from ..progress import ProgressFactory, silent
 from ..share import all_or_none
 from ..tokenizer import Tokenizer
 from .documents import TokenSequence, load_sequences
-from .hidden_cache import HiddenData, files_digest, find_shards, read_shards, write_shard
+from .hidden_cache import HiddenData, find_shards, read_shards, write_shard
 from .target import FeatureKind, FrozenTarget, cut_prompt
 
 log = logging.getLogger(__name__)

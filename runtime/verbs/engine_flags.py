@@ -6,13 +6,16 @@ import argparse
 import dataclasses
 from collections.abc import Sequence
 
+from ...parallel.launch import Limits
 from ...parallel.topology import Topology
 from ..engine_config import DEVICES, DTYPES, KERNELS, VERIFY_MODES, EngineConfig
+from ..job import Job
 from ..progress import shown
 from ..session import Session
 from .layout import add_layout_flags, topology_from_args
 
 _DEFAULT = EngineConfig()
+_LIMITS = Limits()
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -21,6 +24,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     _add_engine_flags(parser)
     add_cache_flags(parser)
     _add_speculation_flags(parser)
+    add_limit_flags(parser)
 
 
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -53,6 +57,24 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--seed", type=int, default=_DEFAULT.seed, metavar="N", help="of sampling (default 0)")
     group.add_argument("--deterministic", action="store_true", help="results do not depend on batch composition")
+
+
+def add_limit_flags(parser: argparse.ArgumentParser) -> None:
+    """Add how long the ranks of a job wait for each other."""
+    group = parser.add_argument_group("waiting (several ranks; seconds)")
+    number = {"metavar": "S", "type": float}
+    group.add_argument(
+        "--timeout", **number, default=_LIMITS.timeout, help="for all ranks to start, and each collective (default 300)"
+    )
+    group.add_argument(
+        "--failure-timeout",
+        **number,
+        help="the job has ended by then when a rank dies, fails, stops or is cut off; 0: nobody watches (default 15, "
+        "on GPUs 60)",
+    )
+    group.add_argument(
+        "--watchdog", **number, default=_LIMITS.watchdog, help="a step without progress ends the job (default 120)"
+    )
 
 
 def add_cache_flags(parser: argparse.ArgumentParser) -> None:
@@ -110,8 +132,11 @@ def _add_speculation_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--block-verify", action="store_true", help="judge a block jointly instead of token by token")
 
 
-def open_session(args: argparse.Namespace, **overrides: object) -> Session:
-    """The session of the parsed flags; ``overrides`` are fields of :class:`EngineConfig` that the verb sets itself."""
+def join_job(args: argparse.Namespace, **overrides: object) -> Job:
+    """The job of the parsed flags; ``overrides`` are fields of :class:`EngineConfig` that the verb sets itself.
+
+    SIGINT and SIGTERM to any of its ranks stop all of them.
+    """
     names = {field.name for field in dataclasses.fields(EngineConfig)}
     values = {name: value for name, value in vars(args).items() if name in names}
     config = EngineConfig(**(values | overrides))
@@ -119,4 +144,21 @@ def open_session(args: argparse.Namespace, **overrides: object) -> Session:
     def make_topology(world: int, nodes: Sequence[int] | None) -> Topology:
         return topology_from_args(args, world, None, nodes)
 
-    return Session.open(config, make_topology, shown)
+    job = Job.join(config, make_topology, limits_of(args))
+    job.listen_for_signals()
+    return job
+
+
+def limits_of(args: argparse.Namespace) -> Limits:
+    """How long the ranks wait for each other."""
+    return Limits(args.timeout, args.failure_timeout, args.watchdog)
+
+
+def open_session(args: argparse.Namespace, **overrides: object) -> Session:
+    """The session of the parsed flags, see :func:`join_job`."""
+    job = join_job(args, **overrides)
+    try:
+        return Session.load(job, shown)
+    except BaseException as error:
+        job.close(error)
+        raise

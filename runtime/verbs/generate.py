@@ -8,6 +8,9 @@ Examples:
 A line of --input is an object with "prompt" or "token_ids", optionally "id", and the sampling options under their
 names with underscores ("max_new_tokens", "temperature", "seed", "stop", "stop_token_ids", ...). A request that cannot
 run comes back with finish_reason "error" and the reason; the others run. The status is 2 if none could.
+
+--output grows by a line when a request finishes. After an interruption, the same command with --resume runs those that
+are not in it yet; without --resume the file is begun anew.
 """
 
 from __future__ import annotations
@@ -15,21 +18,25 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 import sys
 import time
 from collections.abc import Iterator
-from typing import TextIO
 
 from ..arrivals import Timed, poisson_times
 from ..cli import EXIT_OK, EXIT_USAGE, running
 from ..drive import Collector, admit, drive, in_order
 from ..inputs import Inputs, check_output, requests_from_file, requests_from_prompts
+from ..job import Job
 from ..progress import Progress, shown, silent
 from ..report import Summary, output_to_json
 from ..request import RequestOutput, SamplingParams
+from ..results_file import Earlier, ResultsFile, read_earlier
 from ..session import Session
 from ..share import from_first, share_requests
-from .engine_flags import add_chunk_size, add_model_flags, open_session
+from .engine_flags import add_chunk_size, add_model_flags, join_job
+
+log = logging.getLogger(__name__)
 
 _DEFAULT = SamplingParams()
 
@@ -40,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times")
     source.add_argument("--input", metavar="FILE.jsonl", help="one request a line")
     parser.add_argument("--output", metavar="FILE.jsonl", help="one result a line, as requests finish")
+    parser.add_argument("--resume", action="store_true", help="keep what --output holds, and run the other requests")
     parser.add_argument(
         "--arrival-rate", type=float, metavar="X", help="requests come like Poisson traffic, X a second (seed: --seed)"
     )
@@ -99,38 +107,72 @@ def run(args: argparse.Namespace) -> int:
         logit_bias=tuple(args.logit_bias),
         min_tokens=args.min_tokens,
     ).validate()
-    with open_session(args) as session, contextlib.ExitStack() as stack:
-        inputs = Inputs()
-        sink: TextIO | None = None
+    if args.resume and args.output is None:
+        raise ValueError("--resume continues the file of --output, which is not given")
+    with join_job(args) as job, contextlib.ExitStack() as stack:
+        inputs, earlier = Inputs(), Earlier({}, 0)
 
-        def prepare() -> None:
-            nonlocal inputs, sink
-            sizes = (session.vocab_size, session.max_context, session.engine.check_fits)
-            inputs = admit(_read(args, session, params), session.text, *sizes)
+        def prepare() -> int:
+            nonlocal inputs, earlier
+            inputs = _read(args, job, params)
             if args.output is not None:
                 check_output("--output", args.output, [args.input] if args.input else [])
-                sink = stack.enter_context(open(args.output, "w", encoding="utf-8"))
+            if args.resume:
+                earlier = read_earlier(args.output, inputs.order)
+                inputs = _without(inputs, earlier, args.output)
+            return len(earlier.prompt_tokens)
 
-        from_first(prepare, session.world)
-        requests = share_requests(inputs.requests, session.world)
+        # Before the weights are read: mistakes in small files need not wait for large ones.
+        num_earlier = from_first(prepare, job.world)
+        session = Session.load(job, shown)
+        results: ResultsFile | None = None
+
+        def begin() -> None:
+            nonlocal inputs, results
+            sizes = (session.vocab_size, session.max_context, session.engine.check_fits)
+            inputs = admit(inputs, session.text, *sizes)
+            if args.output is not None:
+                results = stack.enter_context(ResultsFile(args.output, earlier.num_bytes))
+
+        from_first(begin, job.world)
+        requests = share_requests(inputs.requests, job.world)
+        status = EXIT_OK if requests or num_earlier else EXIT_USAGE
         times = None if args.arrival_rate is None else poisson_times(len(requests), args.arrival_rate, args.seed)
         with running():
             session.warm_up()
             if not session.is_first:
                 for _ in drive(session.engine, requests, None, times and Timed(times, session.world, session.device)):
                     pass
-                return EXIT_OK if requests else EXIT_USAGE
-            printer = Printer(sink, as_json=args.json, alone=len(requests) + len(inputs.refused) == 1)
+                return status
+            if num_earlier:
+                log.info("%d results were there before, %d requests are left", num_earlier, len(inputs.order))
+            printer = Printer(results, as_json=args.json, alone=len(requests) + len(inputs.refused) == 1)
             start = time.perf_counter()
             outputs = _finish(session, inputs, printer, times)
             printer.close(in_order(outputs, inputs.order), time.perf_counter() - start)
-    return EXIT_OK if requests else EXIT_USAGE
+    return status
 
 
-def _read(args: argparse.Namespace, session: Session, params: SamplingParams) -> Inputs:
+def _without(inputs: Inputs, earlier: Earlier, path: str) -> Inputs:
+    """The requests that an earlier run left; raises ``ValueError`` for results of other prompts under the same ids."""
+    for request in inputs.requests:
+        before = earlier.prompt_tokens.get(request.request_id, len(request.prompt_ids))
+        if before != len(request.prompt_ids):
+            raise ValueError(
+                f"{path} has a result of {request.request_id[:80]!r} for a prompt of {before} tokens, but it has "
+                f"{len(request.prompt_ids)} now; resume with the input it was made from"
+            )
+    return Inputs(
+        tuple(one for one in inputs.requests if one.request_id not in earlier.prompt_tokens),
+        tuple(one for one in inputs.refused if one.request_id not in earlier.prompt_tokens),
+        tuple(one for one in inputs.order if one not in earlier.prompt_tokens),
+    )
+
+
+def _read(args: argparse.Namespace, job: Job, params: SamplingParams) -> Inputs:
     if args.prompt is not None:
-        return requests_from_prompts(args.prompt, params, session.encode)
-    return requests_from_file(args.input, params, session.encode)
+        return requests_from_prompts(args.prompt, params, job.encode)
+    return requests_from_file(args.input, params, job.encode)
 
 
 def _finish(session: Session, inputs: Inputs, printer: Printer, times: list[float] | None) -> list[RequestOutput]:
@@ -168,7 +210,7 @@ def _bar(total: int, alone: bool) -> Iterator[Progress]:
 class Printer:
     """Shows text and results: one request streams, several are printed as they finish, errors go to stderr."""
 
-    def __init__(self, sink: TextIO | None, *, as_json: bool, alone: bool) -> None:
+    def __init__(self, sink: ResultsFile | None, *, as_json: bool, alone: bool) -> None:
         self._sink, self._as_json, self.alone = sink, as_json, alone
 
     def streamed(self, text: str) -> None:
@@ -180,8 +222,7 @@ class Printer:
     def finished(self, output: RequestOutput) -> None:
         """A request came to its end."""
         if self._sink is not None:
-            self._sink.write(json.dumps(output_to_json(output), ensure_ascii=False) + "\n")
-            self._sink.flush()
+            self._sink.write(output_to_json(output))
         if output.error is not None:
             print(f"request {output.request_id}: {output.error}", file=sys.stderr, flush=True)
         elif self.alone and not self._as_json:

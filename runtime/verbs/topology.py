@@ -9,7 +9,8 @@ import argparse
 import json
 
 from ...parallel.launch import detect
-from ...parallel.topology import AXES, MAX_RANKS, Coords, Topology
+from ...parallel.topology import AXES, MAX_RANKS, Topology
+from ..ranks_table import ranks_table
 from .layout import add_layout_flags, topology_from_args
 
 # What the usual server holds, for tables made away from the cluster.
@@ -42,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     nodes = [rank // gpus_per_node for rank in range(min(world, MAX_RANKS))]
     topology = topology_from_args(args, world, gpus_per_node, nodes)
     if not launched or info.rank == 0:
-        print(json.dumps(as_json(topology)) if args.json else as_text(topology))
+        print(json.dumps(as_json(topology)) if args.json else ranks_table(topology))
     return 0
 
 
@@ -54,39 +55,3 @@ def as_json(topology: Topology) -> dict:
         "coords": [topology.coords(rank)._asdict() for rank in range(topology.world)],
         "crosses_nodes": {axis: topology.crosses_nodes(axis) for axis in AXES},
     }
-
-
-def as_text(topology: Topology) -> str:
-    """The same as two tables: one line an axis, one line a rank."""
-    t = topology
-    lines = [
-        f"{t.world} ranks on {t.num_nodes} node{'s' if t.num_nodes > 1 else ''} = pp {t.pp} x tp {t.tp}",
-        f"attention: tp {t.tp} = dp {t.dp} x cp {t.cp} x attn_tp {t.attn_tp}",
-        f"experts:   tp {t.tp} = moe_dp {t.moe_dp} x ep {t.ep} x moe_tp {t.moe_tp}",
-        "",
-        f"{'axis':<8} {'size':>5} {'groups':>6}  {'crosses nodes':<13}  {'shares':<7}  ranks",
-    ]
-    for axis in AXES:
-        groups = t.groups[axis]
-        alias = t.alias(axis)
-        lines.append(
-            f"{axis:<8} {t.size_of(axis):>5} {len(groups):>6}  {'yes' if t.crosses_nodes(axis) else 'no':<13}  "
-            f"{alias if alias != axis else '-':<7}  {_ranks(groups)}"
-        )
-    lines += ["", f"{'rank':>5} {'node':>5}  " + "  ".join(Coords._fields)]
-    for rank in range(t.world):
-        cells = "  ".join(f"{value:>{len(name)}}" for name, value in t.coords(rank)._asdict().items())
-        lines.append(f"{rank:>5} {t.node(rank):>5}  {cells}")
-    return "\n".join(lines)
-
-
-def _ranks(groups: tuple[tuple[int, ...], ...], most: int = 8) -> str:
-    shown = " ".join(_one(ranks) for ranks in groups[:most])
-    return shown if len(groups) <= most else f"{shown} ... and {len(groups) - most} more"
-
-
-def _one(ranks: tuple[int, ...]) -> str:
-    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-    if len(ranks) <= 2:
-        return "[" + ",".join(map(str, ranks)) + "]"
-    return f"[{ranks[0]}-{ranks[-1]}]" if step == 1 else f"[{ranks[0]}-{ranks[-1]} step {step}]"

@@ -17,7 +17,7 @@ import json
 import pathlib
 
 from ...parallel.groups import Groups
-from ...parallel.launch import detect, init
+from ...parallel.launch import Limits, detect, init
 from ...parallel.topology import Topology
 from ..checkpoint import bundled_model
 from ..engine_config import DEVICES
@@ -103,16 +103,13 @@ def _add_training_flags(parser: argparse.ArgumentParser, number: dict, share: di
 def run(args: argparse.Namespace) -> int:
     """Train; collective over all ranks that were started."""
     options = options_from(args)
-    process = init(detect(), args.device, timeout=RANK_TIMEOUT)
-    try:
+    with init(detect(), args.device, Limits(timeout=RANK_TIMEOUT)) as process:
         topology = Topology.make(process.world, nodes=process.nodes)
-        group = Groups.build(topology, process.rank).world
+        group = Groups.build(topology, process.rank, journal=process.journal).world
         is_first = process.rank == 0
         record = train(options, group, process.device, shown if is_first else silent)
         if is_first:
             print(json.dumps(record) if args.json else _table(record, options.output))
-    finally:
-        process.close()
     return 0
 
 

@@ -8,13 +8,12 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from dspark.parallel import launch
-from dspark.parallel.launch import LaunchInfo
+from dspark.parallel.launch import LaunchInfo, Limits
 
 
 def free_port():
@@ -36,7 +35,7 @@ def _rank(info, timeout, pipe):
     torch.set_num_threads(1)
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
     try:
-        process = launch.init(info, "cpu", timeout)
+        process = launch.init(info, "cpu", Limits(timeout=timeout, failure_timeout=0))
         total = torch.tensor([process.rank + 1])
         dist.all_reduce(total)
         pipe.send((total.item(), process.nodes, process.info.local_size, listening_addresses()))
@@ -91,11 +90,9 @@ def test_nodes_are_numbered_as_they_appear_whatever_they_are_called():
 
 
 def test_a_missing_rank_is_named():
-    start = time.monotonic()
-    first, second = run(infos(3, free_port())[:2], timeout=2)
-    assert first == ("TimeoutError", "1 of 3 ranks did not start within 2 s: [2]")
-    assert second[0] == "TimeoutError" and "rank 1" in second[1]
-    assert time.monotonic() - start < 25
+    for kind, text in run(infos(3, free_port())[:2], timeout=2):
+        assert kind == "TimeoutError"
+        assert text.startswith("1 of 3 ranks did not start within 2 s: [2]; those that did are on ")
 
 
 def test_a_head_that_is_not_there():
@@ -150,13 +147,13 @@ def test_mpi_without_mpi4py_says_what_to_install(monkeypatch):
 
 SCRIPT = """
 import os, signal, sys, torch, torch.distributed as dist
-from dspark.parallel.launch import detect, init
+from dspark.parallel.launch import Limits, detect, init
 from dspark.parallel.groups import Groups
 from dspark.parallel.topology import Topology
 from dspark.comm import collectives
 
 torch.set_num_threads(1)
-process = init(detect(), "cpu", 60)
+process = init(detect(), "cpu", Limits(timeout=60, failure_timeout=60))
 groups = Groups.build(Topology.make(process.world, nodes=process.nodes), process.rank)
 total = collectives.all_reduce(torch.tensor([process.rank + 1]), groups.world).item()
 stale = process.store.check(["left behind"])

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 from dspark.runtime.checkpoint import bundled_model
+from dspark.runtime.digest import files_digest
 from dspark.runtime.model_config import load_model_config
 from dspark.runtime.training.documents import TokenSequence
-from dspark.runtime.training.hidden_cache import files_digest, find_shards, read_shards, write_shard
+from dspark.runtime.training.hidden_cache import find_shards, read_shards, write_shard
 from dspark.runtime.training.target import FrozenTarget, TargetStates, cut_prompt
 
 
