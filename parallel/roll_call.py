@@ -92,7 +92,7 @@ def _judge(store: dist.Store, world: int, limit: datetime.timedelta) -> dict[str
         return {
             "there": world - len(missing),
             "missing": f"{len(missing)} of {world} ranks did not start within {limit.total_seconds():g} s: {missing}; "
-            f"those that did are on {', '.join(there)}"
+            f"those that did are on {', '.join(there)}",
         }
     said = {rank: json.loads(store.get(key)) for rank, key in enumerate(keys) if store.check([key])}
     wrong = [rank for rank, statement in said.items() if statement["error"] is not None]

@@ -19,7 +19,7 @@ from .checkpoint.placement import check_layout
 from .digest import files_digest
 from .draft import own_draft
 from .engine_config import EngineConfig, check_supported, resolve
-from .model_config import ModelConfig, load_model_config
+from .model_config import Config, load_model_config
 from .ranks_table import ranks_table
 from .tokenizer import Tokenizer
 
@@ -41,7 +41,7 @@ class Job:
     process: Process
     groups: Groups
     config: EngineConfig
-    model_config: ModelConfig
+    model_config: Config
     tokenizer: Tokenizer | None
 
     @classmethod
