@@ -302,7 +302,13 @@ def start_all_gather_v(x: Tensor, group: Group, sizes: Sequence[int]) -> Pending
 
 
 def _all_to_all_v(
-    op: str, x: Tensor, group: Group, send: Sequence[int], receive: Sequence[int], async_op: bool
+    op: str,
+    x: Tensor,
+    group: Group,
+    send: Sequence[int],
+    receive: Sequence[int],
+    async_op: bool,
+    buffer: Tensor | None = None,
 ) -> Pending:
     _check_sizes(op, group, "send_sizes", send, x.shape[0])
     _check_sizes(op, group, "recv_sizes", receive, None)
@@ -310,11 +316,13 @@ def _all_to_all_v(
         raise _error(
             op, group, f"rank {group.rank} sends itself {send[group.rank]} rows but expects {receive[group.rank]}"
         )
+    if buffer is not None and (buffer.dtype != x.dtype or buffer.shape[0] < sum(receive)):
+        raise _error(op, group, f"{sum(receive)} rows of {x.dtype} do not fit {buffer.shape[0]} rows of {buffer.dtype}")
     if group.size == 1:
         return Pending(x)
     _count_pieces(op, group, x, send)
     wire, dtype = to_wire(x), x.dtype
-    out = wire.new_empty((sum(receive), *wire.shape[1:]))
+    out = wire.new_empty((sum(receive), *wire.shape[1:])) if buffer is None else to_wire(buffer)[: sum(receive)]
     work = dist.all_to_all_single(out, wire, list(receive), list(send), group.pg, async_op)
     return Pending(out, work, lambda out: from_wire(out, dtype), keep=wire)
 
@@ -348,10 +356,15 @@ def all_to_all_v(x: Tensor, group: Group, send_sizes: Sequence[int], recv_sizes:
     return _all_to_all_v("all_to_all_v", x, group, send_sizes, recv_sizes, False).wait()
 
 
-def start_all_to_all_v(x: Tensor, group: Group, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Pending:
-    """Asynchronous :func:`all_to_all_v`."""
+def start_all_to_all_v(
+    x: Tensor, group: Group, send_sizes: Sequence[int], recv_sizes: Sequence[int], buffer: Tensor | None = None
+) -> Pending:
+    """Asynchronous :func:`all_to_all_v`; where anything travels, the result is the first rows of ``buffer``, if given.
+
+    Raises ``ValueError`` when the buffer is of another dtype or has too few rows.
+    """
     _check_rows("all_to_all_v", group, x)
-    return _all_to_all_v("all_to_all_v", x, group, send_sizes, recv_sizes, True)
+    return _all_to_all_v("all_to_all_v", x, group, send_sizes, recv_sizes, True, buffer)
 
 
 def _broadcast(x: Tensor, group: Group, src: int, async_op: bool) -> Pending:

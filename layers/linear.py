@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..comm.collectives import Pending, all_gather, all_reduce, start_all_reduce
+from ..comm.collectives import all_gather, all_reduce
 from ..parallel.groups import Group
 from .kernels import Kernels
 from .params import Scope
@@ -137,10 +137,6 @@ class RowParallelLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return all_reduce(self.partial(x), self._group)
-
-    def start(self, x: torch.Tensor) -> Pending:
-        """The product with its sum over the group in flight."""
-        return start_all_reduce(self.partial(x), self._group)
 
 
 class GroupedColumnParallelLinear:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import NamedTuple
 
 import torch
 
+from ..comm.collectives import Pending
 from ..parallel.groups import Group
 from .kernels import Kernels
 from .linear import MergedColumnParallelLinear, RowParallelLinear
@@ -30,8 +31,11 @@ class MLP:
         self._swiglu = kernels.bind("swiglu", limit=math.inf)
         self._down = RowParallelLinear(source, "down_proj.weight", sizes.width, group, kernels)
 
-    def stages(self, x: torch.Tensor) -> Generator[None, None, torch.Tensor]:
-        """Normed rows [T, D] -> [T, D], summed over the group. Collective; yields once, while the sum is in flight."""
-        pending = self._down.start(self._swiglu(self._gate_up(x)))
+    def stages(
+        self, x: torch.Tensor, start_sum: Callable[[torch.Tensor], Pending]
+    ) -> Generator[None, None, torch.Tensor]:
+        """Normed rows [T, D] -> what ``start_sum`` makes of this rank's summand [T, D]. Collective; yields once, while
+        the sum is in flight."""
+        pending = start_sum(self._down.partial(self._swiglu(self._gate_up(x))))
         yield
         return pending.wait()

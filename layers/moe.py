@@ -3,9 +3,9 @@
 Legend: T rows, D hidden width, E experts, k experts per token, I expert width.
 
 Experts are cut over the MoE ranks as ep x moe_tp: whole experts over ``moe_ep``, each expert's width over ``moe_tp``.
-Here no token travels (the standard dispatch): every rank sees all rows of its group, adds up what its experts
-contribute, and one sum over the group finishes both cuts. The shared expert is cut by width over the whole group, so
-it is part of the same sum exactly once.
+A dispatcher brings rows to experts and sums back. Where no row travels, every rank sees all rows of its group, and the
+shared expert is cut by width over that group, so it is part of the same sum exactly once. Where rows travel, each rank
+adds the whole shared expert to its own rows.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..comm.dp_attention import TokenExchange
-from ..parallel.groups import Group
+from ..comm.dispatch import Exchange, Received
+from ..parallel.groups import Group, Groups
 from .kernels import Kernels
 from .kernels.moe import Routing
 from .linear import MergedColumnParallelLinear, RowParallelLinear, divide
@@ -84,15 +84,10 @@ class Experts:
             down.append(weights.take("w2.weight", dim=1, **span).t())
         self.gate_up, self.down = torch.stack(gate_up), torch.stack(down)
         self._forward = kernels.bind("experts_forward", gate_up=self.gate_up, down=self.down, limit=sizes.limit)
-        self._all_local = moe_ep.size == 1
 
-    def __call__(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """This rank's summand [T, D]; experts of other ranks add nothing."""
-        if not self._all_local:
-            local = routing.experts - self.first
-            local = torch.where((local >= 0) & (local < self.num_local), local, -1)
-            routing = Routing(local, routing.weights)
-        return self._forward(x, routing)
+    def __call__(self, received: Received, rows: torch.Tensor | slice) -> torch.Tensor:
+        """The weighted sums [T, D] of this rank's experts for the given ``rows`` of those received."""
+        return self._forward(received.x[rows], Routing(received.experts[rows], received.weights[rows]))
 
 
 class SharedExpert:
@@ -109,31 +104,37 @@ class SharedExpert:
 
 
 class MoE:
-    """Router, routed experts and shared expert on the rows of the whole tp ``group`` (which moe_ep x moe_tp spans)."""
+    """Router, routed experts and shared expert. ``all_to_all``: whether rows travel to their experts."""
 
     def __init__(
-        self, source: Scope, sizes: MoESizes, group: Group, moe_ep: Group, moe_tp: Group, kernels: Kernels, layer: int
+        self, source: Scope, sizes: MoESizes, groups: Groups, kernels: Kernels, layer: int, all_to_all: bool = False
     ) -> None:
-        self._layer = layer
+        self._layer, self._adds_shared = layer, all_to_all
         self._router = Router(source.scope("gate"), sizes, kernels)
-        self._experts = Experts(source.scope("experts"), sizes, moe_ep, moe_tp, kernels)
-        self._shared = SharedExpert(source.scope("shared_experts"), sizes, group, kernels)
+        self._experts = Experts(source.scope("experts"), sizes, groups.moe_ep, groups.moe_tp, kernels)
+        shared_by = groups.alone() if all_to_all else groups.moe_block
+        self._shared = SharedExpert(source.scope("shared_experts"), sizes, shared_by, kernels)
 
     def stages(
-        self, x: torch.Tensor, ids: torch.Tensor, exchange: TokenExchange, probe: Probe
+        self, x: torch.Tensor, ids: torch.Tensor, exchange: Exchange, probe: Probe
     ) -> Generator[None, None, torch.Tensor]:
-        """Normed rows ``x`` [T, D] of this rank and the token ids [M] of all rows -> [T, D], summed over the group.
+        """Normed rows ``x`` [t, D] of this rank and their token ids [t] -> [t, D]. Collective.
 
-        Collective; yields once, while that sum is in flight.
+        Yields while rows travel to the experts and while their sums travel back.
         """
-        x = exchange.gather(x)
-        routing = self._router(x, ids)
-        if exchange.real is not None:
-            routing = Routing(torch.where(exchange.real.unsqueeze(1), routing.experts, -1), routing.weights)
+        routing, dispatcher = self._router(x, ids), exchange.dispatcher
         probe("experts", self._layer, routing.experts)
         probe("expert_weights", self._layer, routing.weights)
-        finish = exchange.start_scatter_sum(self._experts(x, routing) + self._shared(x))
+        dispatcher.begin_dispatch(x, routing.experts, routing.weights)
         yield
-        out = finish()
+        shared = self._shared(x) if self._adds_shared and exchange.in_pieces else None
+        received = dispatcher.finish_dispatch()
+        for rows in received.pieces:
+            y = self._experts(received, rows)
+            dispatcher.begin_combine(y if self._adds_shared else y + self._shared(received.x[rows]))
+        yield
+        out = dispatcher.finish_combine()
+        if self._adds_shared:
+            out = out + (self._shared(x) if shared is None else shared)
         probe("moe_out", self._layer, out)
         return out

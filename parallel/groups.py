@@ -15,6 +15,16 @@ import torch.distributed as dist
 from .journal import Journal
 from .topology import AXES, Topology
 
+COMBINED = {
+    "attn_block": ("tp", "attn_tp"),
+    "attn_rows": ("tp", "attn_tp"),
+    "moe_block": ("tp", "moe_ep", "moe_tp"),
+    "moe_rows": ("tp", "attn_rows"),
+    "ep_inside": ("moe_ep",),
+    "ep_across": ("moe_ep",),
+}
+"""Groups of several axes or of part of one, and the groups whose object they are if the ranks are the same."""
+
 
 @dataclass(slots=True)
 class Traffic:
@@ -123,10 +133,11 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """Every group this rank belongs to; the axes are those of :class:`Topology`, and what its attention axes form.
+    """Every group this rank belongs to; the axes are those of :class:`Topology`, and what its axes form together.
 
-    A group equal to the whole tp block is the tp object itself; other groups with equal rank lists are different
-    objects (each with its own traffic counter) on one process group.
+    A group equal to the whole tp block is the tp object itself, and a combined one equal to a group it is made of is
+    that group; other groups with equal rank lists are different objects (each with its own traffic counter) on one
+    process group.
     """
 
     topology: Topology
@@ -141,6 +152,10 @@ class Groups:
     moe_dp: Group
     attn_block: Group
     attn_rows: Group
+    moe_block: Group
+    moe_rows: Group
+    ep_inside: Group
+    ep_across: Group
     journal: Journal = field(default_factory=Journal)
 
     @classmethod
@@ -148,8 +163,8 @@ class Groups:
         """The groups of a model that one rank runs alone, without torch.distributed."""
         group = Group.alone("tp", rank)
         alone = {axis: Group.alone(axis, rank) for axis in ("world", "pp", "attn_dp", "attn_rows")}
-        names = ("world", *AXES, "attn_block", "attn_rows")
-        return cls(topology=Topology(), **{axis: alone.get(axis, group) for axis in names})
+        alone["moe_rows"] = alone["attn_rows"]
+        return cls(topology=Topology(), **{axis: alone.get(axis, group) for axis in ("world", *AXES, *COMBINED)})
 
     @classmethod
     def build(
@@ -178,7 +193,8 @@ class Groups:
             )
         everyone = tuple(range(topology.world))
         pgs: dict[tuple[int, ...], dist.ProcessGroup] = {everyone: dist.group.WORLD}
-        lists = topology.groups | topology.attention_groups
+        combined = topology.attention_groups | topology.expert_groups
+        lists = topology.groups | combined
         for axis, rank_lists in lists.items():
             for ranks in rank_lists:
                 if len(ranks) > 1 and ranks not in pgs:
@@ -191,16 +207,16 @@ class Groups:
 
         own = {axis: group(axis, topology.group_of(axis, rank)) for axis in AXES if topology.alias(axis) == axis}
         members = {axis: own[topology.alias(axis)] for axis in AXES}
-        for axis, rank_lists in topology.attention_groups.items():
-            ranks = next(ranks for ranks in rank_lists if rank in ranks)
-            same = next((member for member in (members["tp"], members["attn_tp"]) if member.ranks == ranks), None)
-            members[axis] = same or group(axis, ranks)
+        for axis in COMBINED:
+            ranks = next(ranks for ranks in combined[axis] if rank in ranks)
+            parts = (members[part] for part in COMBINED[axis])
+            members[axis] = next((part for part in parts if part.ranks == ranks), None) or group(axis, ranks)
         return cls(topology=topology, world=group("world", everyone), **members, journal=journal)
 
     def __iter__(self) -> Iterator[Group]:
         """Each distinct group object once, the world first."""
         seen: dict[int, Group] = {}
-        for name in ("world", *AXES, "attn_block", "attn_rows"):
+        for name in ("world", *AXES, *COMBINED):
             group: Group = getattr(self, name)
             seen.setdefault(id(group), group)
         return iter(seen.values())

@@ -211,6 +211,41 @@ class Topology:
             "attn_rows": self._lists(self.attn_tp, self.dp * self.cp),
         }
 
+    @cached_property
+    def expert_groups(self) -> dict[str, RankLists]:
+        """Rank lists of what expert axes form together, and of the two hops of an exchange between nodes.
+
+        ``moe_block``: the ranks of one moe_dp rank (ep x moe_tp), which hold all experts once. ``moe_rows``: its ranks
+        with the same attn_tp index. ``ep_inside``: the ranks of a moe_ep list on one node; ``ep_across``: those with
+        the same place on every node. Where a list has unlike numbers of ranks on its nodes, it counts as one node.
+        """
+        inside: list[tuple[int, ...]] = []
+        across: list[tuple[int, ...]] = []
+        for ranks in self.groups["moe_ep"]:
+            nodes = self._by_node(ranks)
+            inside += nodes
+            across += zip(*nodes)
+        return {
+            "moe_block": self._lists(1, self.ep * self.moe_tp),
+            "moe_rows": self._lists(self.attn_tp, self.dp * self.cp // self.moe_dp),
+            "ep_inside": tuple(inside),
+            "ep_across": tuple(across),
+        }
+
+    def _by_node(self, ranks: tuple[int, ...]) -> RankLists:
+        """``ranks`` by node, in order of the nodes' first ranks; as one list if they are not equally many on each."""
+        nodes: dict[int, list[int]] = {}
+        for rank in ranks:
+            nodes.setdefault(self.node(rank), []).append(rank)
+        lists = tuple(tuple(members) for members in nodes.values())
+        return lists if len({len(members) for members in lists}) == 1 else (ranks,)
+
+    def expert_places(self, ranks: tuple[int, ...]) -> list[int]:
+        """Where each rank of a moe_ep list sits: its node (by order in the list) times ranks of a node, plus its place
+        on the node."""
+        order = [rank for node in self._by_node(ranks) for rank in node]
+        return [order.index(rank) for rank in ranks]
+
     def _lists(self, stride: int, width: int) -> RankLists:
         """Lists of ``width`` ranks, ``stride`` apart, of every tp block, in the order of their first ranks."""
         period = stride * width

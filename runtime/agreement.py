@@ -12,18 +12,17 @@ import numpy as np
 import torch
 
 from ..comm.collectives import all_gather_ints, all_gather_v
-from ..comm.dp_attention import Padding, choose_padding
 from ..parallel.context import interleave, zigzag
 from ..parallel.groups import Groups
 from .step import Split
 
 
 class Shapes(NamedTuple):
-    """``rows`` of every row owner and ``requests`` of every DP rank in this step; ``padding`` of the gathered rows."""
+    """``rows`` of every row owner and ``requests`` of every DP rank in this step; whether any rank prefills."""
 
     rows: tuple[int, ...]
     requests: tuple[int, ...]
-    padding: Padding
+    has_prefill: bool
 
 
 class Agreement:
@@ -41,7 +40,7 @@ class Agreement:
         table = self._exchange([num_rows, num_requests, int(has_prefill)])
         rows = tuple(row[0] for row in table)
         requests = tuple(row[1] for row in table[:: self._groups.attn_cp.size])
-        return Shapes(rows, requests, choose_padding(rows, any(row[2] for row in table)))
+        return Shapes(rows, requests, any(row[2] for row in table))
 
     def _exchange(self, row: list[int]) -> list[list[int]]:
         return all_gather_ints(row, self._groups.attn_rows, self._device)

@@ -278,7 +278,7 @@ class Engine:
         num_rows = sum(lengths) if split is None else len(split.owned[split.group.rank])
         shapes = self._agreement.shapes(num_rows, num_requests, bool(plan.chunks))
         layout, vocab_size = self.cache.layout, self.model.config.vocab_size
-        sizes = {"split": split, "counts": shapes.rows, "padding": shapes.padding}
+        sizes = {"split": split, "counts": shapes.rows, "has_prefill": shapes.has_prefill}
         return build_step(spans, self.cache.page_table, layout.ratios, vocab_size, **sizes), shapes
 
     def _logprobs(

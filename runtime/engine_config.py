@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..comm.dispatch import dispatcher_class
 from ..layers.kernels import default_choice
-from ..parallel.topology import Topology
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16")
@@ -38,6 +38,9 @@ class EngineConfig:
     ``max_running`` requests of ``max_context`` tokens. ``admission``: "worst_case", "optimistic", or the share of its
     new tokens that a request must find memory for. ``prefix_cache`` keeps up to ``prefix_pages`` pages (``None``:
     ``max_running``) of finished prefixes for requests that begin alike.
+
+    ``max_tokens_per_rank``: rows that a rank may send to experts at once where buffers are fixed (``None``: what the
+    other options can need). ``fp8_dispatch``: they travel as 8-bit floats there.
     """
 
     model: str | None = None
@@ -66,6 +69,13 @@ class EngineConfig:
     overlap: str = "none"
     dispatcher: str = "standard"
     dispatch_backend: str = "auto"
+    max_tokens_per_rank: int | None = None
+    fp8_dispatch: bool = False
+
+    @property
+    def all_to_all(self) -> bool:
+        """Whether rows travel to the ranks of their experts."""
+        return dispatcher_class(self.dispatcher).all_to_all
 
     @property
     def num_snapshots(self) -> int:
@@ -115,6 +125,7 @@ class EngineConfig:
             ("cache_pages", 1, None),
             ("cache_bytes", 1, None),
             ("prefix_pages", 1, None),
+            ("max_tokens_per_rank", 1, None),
             ("seed", 0, (1 << 63) - 1),
         ):
             value = getattr(self, name)
@@ -123,7 +134,7 @@ class EngineConfig:
             if type(value) is not int or value < low or (high is not None and value > high):
                 upper = "" if high is None else f" to {high}"
                 raise ValueError(f"{_flag(name)} is {value!r}; allowed: an integer from {low}{upper}")
-        for name in ("deterministic", "prefix_cache", "block_verify"):
+        for name in ("deterministic", "prefix_cache", "block_verify", "fp8_dispatch"):
             if type(getattr(self, name)) is not bool:
                 raise ValueError(f"{_flag(name)} is {getattr(self, name)!r}; allowed: true or false")
         for name in ("model", "sps_table", "sts"):
@@ -140,13 +151,10 @@ class EngineConfig:
         return self
 
 
-def check_supported(config: EngineConfig, topology: Topology) -> None:
+def check_supported(config: EngineConfig) -> None:
     """Raise ``ValueError`` for options that are understood but not built yet. Remove a line when its feature lands."""
-    if topology.moe_dp > 1:
-        raise ValueError(f"--moe-dp {topology.moe_dp} is not available yet in this version; use --moe-dp 1")
     for name, built in (
         ("overlap", ("none",)),
-        ("dispatcher", ("standard",)),
         ("dispatch_backend", ("auto", "torch")),
     ):
         value = getattr(config, name)

@@ -125,7 +125,7 @@ class _Plan:
         check_supported(given, topology)
         self.folder = pathlib.Path(given.model) if given.model else bundled_model()
         self.model = load_model_config(self.folder)
-        check_layout(self.model, topology)
+        check_layout(self.model, topology, config.all_to_all)
         self.config = resolve(
             given,
             model_dir=str(self.folder),

@@ -6,10 +6,12 @@ from collections.abc import Callable
 
 import torch
 
+from ..comm.dispatch import DispatchOptions, dispatcher_class
 from ..layers.kernels import choose
 from ..layers.params import OnDevice
 from ..parallel.groups import Group, Groups
 from ..parallel.pipeline import stage_layers
+from ..parallel.topology import Topology
 from .cache import Cache, CacheLayout, pages_within
 from .checkpoint import CheckpointReader
 from .decide import StopStrings
@@ -43,9 +45,11 @@ def load_engine(
     source = OnDevice(reader, device)
     kernels, draft = choose(device, dtype, config.deterministic, config.kernels), drafter_class(config.draft)
     taps = draft.tap_layers(model_config)
-    sizes = (config.max_context, device, taps, dtype, draft.tap_kind)
-    model = family(model_config.model_type).build(model_config, source, groups, kernels, *sizes)
     max_verify = 1 + (config.gamma or draft.default_gamma(model_config))
+    rows = max(max_verify, 1 + draft.max_gamma(model_config))
+    dispatch = dispatch_options(config, groups.topology, rows)
+    sizes = (config.max_context, device, taps, dtype, draft.tap_kind, dispatch)
+    model = family(model_config.model_type).build(model_config, source, groups, kernels, *sizes)
     if max_verify > 1 and not draft.has_confidence(model_config):
         check_untrimmed(config)
     room = DraftRoom(config.max_running, config.max_context, draft_rows(draft, model_config, max_verify))
@@ -57,6 +61,28 @@ def load_engine(
         drafter = DraftElsewhere(max_verify - 1)
     cache = make_cache(model_config, config, device, max_verify, groups.pp, groups.attn_tp.size)
     return Engine(model, drafter, cache, groups, config, text)
+
+
+def dispatch_options(config: EngineConfig, topology: Topology, rows_per_request: int) -> DispatchOptions:
+    """How rows reach experts. ``rows_per_request``: those of a request in a step that drafts or verifies, at most.
+
+    Raises ``ValueError`` if a step may have more rows on a rank than ``config.max_tokens_per_rank``.
+    """
+    limits, needed = dispatcher_class(config.dispatcher, config.dispatch_backend).limits, 0
+    for has_limit, chunk in zip(limits, (config.chunk_size, 0)):
+        rows = config.max_running * rows_per_request + min(chunk, config.max_running * config.max_context)
+        # Only the interleaved split spreads any mix of requests evenly over the cp ranks.
+        if config.cp_split == "interleave" and (chunk or config.cp_decode == "split"):
+            rows = -(-rows // topology.cp)
+        needed = max(needed, has_limit * -(-rows // topology.attn_tp) * topology.moe_tp)
+    given = config.max_tokens_per_rank
+    if given is not None and given < needed:
+        raise ValueError(
+            f"--max-tokens-per-rank is {given}, but a step may have {needed} rows on a rank: --max-running "
+            f"{config.max_running} requests of {rows_per_request} rows each"
+            + (f", and --chunk-size {config.chunk_size}" if limits[0] else "")
+        )
+    return DispatchOptions(config.dispatcher, config.dispatch_backend, given or needed, config.fp8_dispatch)
 
 
 def draft_rows(draft: type[Drafter], model_config: Config, max_verify: int) -> int:

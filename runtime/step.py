@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from ..comm.context import RowGather, whole
-from ..comm.dp_attention import Padding
 from ..layers.attention.plan import AttentionPlan, build_plan
 from ..parallel.groups import Group
 
@@ -43,15 +42,15 @@ class Step(NamedTuple):
     where each row sits; ``gather_logit_rows``: brings the wanted rows of all context-parallel ranks together
     [N, ...], in order.
 
-    ``num_logits``: N. ``counts``: rows of every row owner of the tp group, in order; ``padding``: how they are gathered
-    for the experts.
+    ``num_logits``: N. ``counts``: rows of every row owner of the tp group, in order; ``has_prefill``: whether any rank
+    prefills.
     """
 
     tokens: torch.Tensor
     logit_rows: torch.Tensor | None
     plan: AttentionPlan
     counts: tuple[int, ...]
-    padding: Padding
+    has_prefill: bool
     gather_logit_rows: Callable[[torch.Tensor], torch.Tensor]
     num_logits: int
 
@@ -64,11 +63,12 @@ def build_step(
     *,
     split: Split | None = None,
     counts: tuple[int, ...] | None = None,
-    padding: Padding = Padding.MAX_LEN,
+    has_prefill: bool = True,
 ) -> Step:
     """The step of ``spans``, on the page table's device.
 
-    ``counts`` may be left out when one owner has all rows. Raises ``ValueError`` for a token id outside
+    ``counts`` may be left out when one owner has all rows, ``has_prefill`` where rows are many. Raises ``ValueError``
+    for a token id outside
     ``[0, vocab_size)``; requests are checked before they come here.
     """
     rows, tokens, wanted = _flatten(spans)
@@ -88,7 +88,7 @@ def build_step(
         gather_logit_rows = RowGather(split.group, places, device)
     at = None if len(logit_rows) == len(tokens) and split is None else torch.from_numpy(logit_rows).to(device)
     counts = (len(tokens),) if counts is None else counts
-    return Step(torch.from_numpy(tokens).to(device), at, plan, counts, padding, gather_logit_rows, len(wanted))
+    return Step(torch.from_numpy(tokens).to(device), at, plan, counts, has_prefill, gather_logit_rows, len(wanted))
 
 
 def _flatten(spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -1,17 +1,18 @@
 """Attention kinds: one file each, and one line in the table.
 
-A kind is a class ``(source, sizes, rope, group, kernels, layer)`` with ``stages(x, cache, plan, probe)``, and sizes
-that say what a layer keeps (``cache``), how it may be cut (``problems``) and what it costs (``operations``).
+A kind is a class ``(source, sizes, rope, group, kernels, layer)`` with ``stages(x, cache, plan, start_sum, probe)``, and
+sizes that say what a layer keeps (``cache``), how it may be cut (``problems``) and what it costs (``operations``).
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Protocol
 
 import torch
 
+from ...comm.collectives import Pending
 from ...parallel.groups import Group
 from ..kernels import Kernels
 from ..params import Scope
@@ -75,10 +76,16 @@ class Attention(Protocol):
     """One attention layer on this rank."""
 
     def stages(
-        self, x: torch.Tensor, cache: LayerCache, plan: AttentionPlan, probe: Probe
+        self,
+        x: torch.Tensor,
+        cache: LayerCache,
+        plan: AttentionPlan,
+        start_sum: Callable[[torch.Tensor], Pending],
+        probe: Probe,
     ) -> Generator[None, None, torch.Tensor]:
-        """Normed rows [T, D] -> [T, D], summed over the group. Collective; yields while that sum is in flight. Stores
-        what the layer keeps of the step's rows in the cache."""
+        """Normed rows [T, D] -> what ``start_sum`` makes of this rank's summand [T, D]: the sum over the group, of all
+        rows or some. Collective; yields while that sum is in flight. Stores what the layer keeps of the step's rows in
+        the cache."""
         ...
 
 

@@ -9,11 +9,12 @@ numbers on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import NamedTuple
 
 import torch
 
+from ...comm.collectives import Pending
 from ...parallel.groups import Group
 from ..kernels import Kernels
 from ..linear import QKVParallelLinear, RowParallelLinear
@@ -105,7 +106,12 @@ class GQAttention:
             store_tokens(rows, cache.entries, plan)
 
     def stages(
-        self, x: torch.Tensor, cache: LayerCache, plan: AttentionPlan, probe: Probe
+        self,
+        x: torch.Tensor,
+        cache: LayerCache,
+        plan: AttentionPlan,
+        start_sum: Callable[[torch.Tensor], Pending],
+        probe: Probe,
     ) -> Generator[None, None, torch.Tensor]:
         """The layer on normed rows ``x`` [T, D]; returns [T, D], summed over the group. Collective; yields once, while
         that sum is in flight. The step's rows are stored in the cache."""
@@ -125,7 +131,7 @@ class GQAttention:
             o[run.queries] = attend(q[run.queries], k, v, seen, self.sizes.head_dim**-0.5, is_causal)
         if window:
             self.store(rows, cache, plan)
-        pending = self._out.start(o.flatten(1))
+        pending = start_sum(self._out.partial(o.flatten(1)))
         yield
         out = pending.wait()
         probe("attention_out", self._layer, out)

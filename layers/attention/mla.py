@@ -11,11 +11,12 @@ on latents as with a single key head of r + d_r channels; less work for few quer
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Literal, NamedTuple
 
 import torch
 
+from ...comm.collectives import Pending
 from ...parallel.groups import Group
 from ..kernels import Kernels
 from ..linear import MergedLinear, Part, RowParallelLinear, divide, shard
@@ -158,7 +159,12 @@ class MLAttention:
         return torch.einsum("thr,her->the", o, self._value_up)
 
     def stages(
-        self, x: torch.Tensor, cache: LayerCache, plan: AttentionPlan, probe: Probe
+        self,
+        x: torch.Tensor,
+        cache: LayerCache,
+        plan: AttentionPlan,
+        start_sum: Callable[[torch.Tensor], Pending],
+        probe: Probe,
     ) -> Generator[None, None, torch.Tensor]:
         """The layer on normed rows ``x`` [T, D]; returns [T, D], summed over the group. Collective; yields once, while
         that sum is in flight. The step's rows are stored in the cache."""
@@ -167,7 +173,7 @@ class MLAttention:
         o = made.q.new_empty((*made.q.shape[:2], self.sizes.v_head_dim))
         for run, seen, is_causal in self.selected(x, made, cache, plan, probe):
             o[run.queries] = self.attend(made, run, read_tokens(cache.entries, run, run.limit, plan), seen, is_causal)
-        pending = self._out.start(o.flatten(1))
+        pending = start_sum(self._out.partial(o.flatten(1)))
         yield
         out = pending.wait()
         probe("attention_out", self._layer, out)

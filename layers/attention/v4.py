@@ -9,11 +9,12 @@ rotation and is turned back at the query's position.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Literal, NamedTuple
 
 import torch
 
+from ...comm.collectives import Pending
 from ...parallel.groups import Group
 from ..kernels import Kernels
 from ..kernels.projection import ProjectionSizes
@@ -164,10 +165,16 @@ class V4Attention:
         return parts
 
     def stages(
-        self, x: torch.Tensor, cache: LayerCache, plan: AttentionPlan, probe: Probe
+        self,
+        x: torch.Tensor,
+        cache: LayerCache,
+        plan: AttentionPlan,
+        start_sum: Callable[[torch.Tensor], Pending],
+        probe: Probe,
     ) -> Generator[None, None, torch.Tensor]:
-        """The layer on normed rows ``x`` [T, D]; returns [T, D], summed over the group. Collective; yields once, while
-        that sum is in flight. Reads the cache and then stores the step's rows in it."""
+        """The layer on normed rows ``x`` [T, D]; returns what ``start_sum`` makes of this rank's summand [T, D]: the
+        sum over the group, of all rows or some. Collective; yields once, while that sum is in flight. Reads the cache
+        and then stores the step's rows in it."""
         sizes = self.sizes
         q, keys, raw, index_q, index_weights = self._project(x, plan)
         keys = plan.gather(keys)
@@ -181,7 +188,7 @@ class V4Attention:
         o = self._attend(q, keys, cache, selected, plan)
         self._store(keys, raw, cache, plan)
         o = self._out_a(o.flatten(1).unflatten(1, (self._out_a.num_groups, -1)))
-        pending = self._out_b.start(o)
+        pending = start_sum(self._out_b.partial(o))
         yield
         out = pending.wait()
         probe("attention_out", self._layer, out)

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...comm.dispatch import dispatcher_class
 from ...parallel.groups import Groups
 from ...parallel.local import run_forked
 from ...parallel.topology import Topology
@@ -31,7 +32,7 @@ from ..checkpoint import bundled_model
 from ..checkpoint.placement import layout_problems
 from ..cli import EXIT_FAILED, EXIT_OK, running
 from ..engine import Engine
-from ..engine_config import EngineConfig, resolve
+from ..engine_config import DISPATCHERS, EngineConfig, resolve
 from ..load import load_engine
 from ..model_config import Config, load_model_config
 from ..request import Request, SamplingParams
@@ -53,8 +54,9 @@ class Setting(NamedTuple):
 
     draft: str
     chunk_size: int
-    cp_split: str
-    cp_decode: str
+    cp_split: str = "interleave"
+    cp_decode: str = "split"
+    dispatcher: str = "standard"
 
     @property
     def prompt_lengths(self) -> tuple[int, ...]:
@@ -138,28 +140,44 @@ def name_of(topology: Topology) -> str:
 
 
 def layouts(config: Config, max_ranks: int) -> Iterator[Topology]:
-    """Every layout of up to ``max_ranks`` ranks that the model can be cut like, with ep 1 and tp."""
+    """Every layout of up to ``max_ranks`` ranks that the model can be cut like."""
     sizes = range(1, max_ranks + 1)
     for pp in sizes:
         for dp in sizes:
             for cp in sizes:
                 for attn_tp in sizes:
                     tp = dp * cp * attn_tp
-                    for ep in sorted({1, tp}) if pp * tp <= max_ranks and pp <= config.num_layers else ():
-                        topology = Topology(tp=tp, pp=pp, dp=dp, cp=cp, ep=ep)
+                    fits = pp * tp <= max_ranks and pp <= config.num_layers
+                    for ep, moe_dp in expert_cuts(pp, cp, tp) if fits else ():
+                        topology = Topology(tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, moe_dp=moe_dp)
                         if not layout_problems(config, topology):
                             yield topology
 
 
+def expert_cuts(pp: int, cp: int, tp: int) -> list[tuple[int, int]]:
+    """Every (ep, moe_dp) of a layout."""
+    cuts = [(ep, 1) for ep in range(1, tp + 1) if tp % ep == 0]
+    if cp > 1 and pp == 1:
+        cuts += [(ep, cp) for ep in sorted({1, tp // cp})]
+    return cuts
+
+
 def settings(config: Config, topology: Topology, quick: bool) -> list[Setting]:
-    """The runs of one layout; the splits of context parallelism only where there is any."""
+    """The runs of one layout; the splits of context parallelism and the dispatchers only where there is any choice."""
     drafts = ["none"] if config.dspark is None else ["none", "dspark"]
+    travelling = [name for name in DISPATCHERS if topology.ep > 1 and dispatcher_class(name).all_to_all]
+    moved = [Setting(draft, 7, dispatcher=name) for draft in drafts for name in travelling]
+    if topology.moe_tp > 1 < topology.ep or topology.moe_dp > 1:  # beside ep 1 and ep tp, only the experts differ
+        return [Setting(draft, 7) for draft in drafts] + moved
     chunks = (7, WHOLE) if quick else (1, 7, 64, WHOLE)
     splits = ["interleave", "zigzag"] if topology.cp > 1 else ["interleave"]
     runs = [Setting(draft, chunk, split, "split") for draft in drafts for chunk in chunks for split in splits]
     if topology.cp > 1:
         runs += [Setting(draft, chunks[-2], "interleave", "replicate") for draft in drafts]
-    return runs
+        moved += [
+            Setting(drafts[-1], 7, *split, "auto") for split in (("zigzag", "split"), ("interleave", "replicate"))
+        ]
+    return runs + moved
 
 
 def compare(
@@ -174,8 +192,9 @@ def compare(
 
     def on_rank(rank: int) -> list[Any]:
         groups = Groups.build(topology, rank)
-        engines = {draft: open_engine(folder, config, groups, draft) for draft in sorted({run.draft for run in runs})}
-        return [generate(engines[run.draft], run, run.prompt_lengths, num_new) for run in runs]
+        kinds = sorted({(run.draft, run.dispatcher) for run in runs})
+        engines = {kind: open_engine(folder, config, groups, *kind) for kind in kinds}
+        return [generate(engines[run.draft, run.dispatcher], run, run.prompt_lengths, num_new) for run in runs]
 
     got = run_forked(on_rank, topology.world) if topology.world > 1 else [on_rank(0)]
     want = [wanted[run.prompt_lengths] for run in runs]
@@ -184,11 +203,11 @@ def compare(
 
 def one_rank(folder: str, config: Config, num_new: int) -> Ids:
     """What one rank without a draft makes of whole prompts."""
-    alone, plain = open_engine(folder, config, Groups.single(), "none"), Setting("none", WHOLE, "interleave", "split")
+    alone, plain = open_engine(folder, config, Groups.single(), "none", "standard"), Setting("none", WHOLE)
     return {lengths: generate(alone, plain, lengths, num_new) for lengths in (PROMPT_LENGTHS, SHORT_LENGTHS)}
 
 
-def open_engine(folder: str, config: Config, groups: Groups, draft: str) -> Engine:
+def open_engine(folder: str, config: Config, groups: Groups, draft: str, dispatcher: str) -> Engine:
     """An engine in float32 with room for all requests. Collective over the job."""
     options = resolve(
         EngineConfig(
@@ -196,6 +215,7 @@ def open_engine(folder: str, config: Config, groups: Groups, draft: str) -> Engi
             max_running=len(PROMPT_LENGTHS),
             max_context=min(512, config.max_position_embeddings),
             draft=draft,
+            dispatcher=dispatcher,
         ),
         model_dir=folder,
         device_type="cpu",

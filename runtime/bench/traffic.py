@@ -13,12 +13,11 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from ...comm.dp_attention import Padding, round_up
+from ...comm.dp_attention import Padding, choose_padding, round_up
 from ...comm.pipeline import StageLink
 from ...layers.embedding import vocab_shard
 from ...layers.kernels import Kernels
@@ -97,7 +96,7 @@ def count(
         split = split_rows(lengths, cp_split, groups, replicate=False)
         local = sum(lengths) if split is None else len(split.owned[split.group.rank])
         shapes = Agreement(groups, device).shapes(local, len(spans), name == "prefill")
-        sizes = {"split": split, "counts": shapes.rows, "padding": shapes.padding}
+        sizes = {"split": split, "counts": shapes.rows, "has_prefill": shapes.has_prefill}
         step = build_step(spans, cache.page_table, cache.layout.ratios, config.vocab_size, **sizes)
         groups.reset_traffic()
         model.run_stage(step, cache, link)
@@ -122,11 +121,11 @@ def forward_bytes(config: ModelConfig, groups: Groups, step: Step, is_split: boo
         if group.size > 1:
             total[group.name, operation] += num_bytes
 
-    owners = _owner_rows(step.counts, step.padding, topology.attn_tp)
-    gather = "all_gather" if step.padding is Padding.MAX_LEN else "all_gather_v"
+    owners = _owner_rows(step, groups)
+    # A row goes to the experts with its routing: ids and weights, and one number more.
+    routed = wide + 8 * config.num_experts_per_tok + 4
     if is_first:
         add("attn_tp", "all_reduce", here * wide)
-    add("attn_rows", gather, owners.own(here) * 8)
     for layer in layers:
         sizes = attention_sizes(config, layer)
         if is_split:
@@ -134,12 +133,13 @@ def forward_bytes(config: ModelConfig, groups: Groups, step: Step, is_split: boo
             if sizes.ratio:
                 add("attn_cp", "all_gather_v", here * sizes.raw_width * ITEM)
         add("attn_tp", "all_reduce", here * wide)
-        add("attn_rows", gather, owners.own(here) * wide)
-        if len(step.counts) > 1 and step.padding is Padding.MAX_LEN:
-            add("tp", "reduce_scatter", owners.all * wide)
-            add("attn_tp", "all_gather", owners.own(here) // topology.attn_tp * wide)
+        if owners.padded:
+            add("moe_rows", "all_gather", owners.longest * routed)
+            add("moe_block", "reduce_scatter", owners.all * wide)
+            add("attn_tp", "all_gather", owners.longest // topology.attn_tp * wide)
         else:
-            add("tp", "all_reduce", owners.all * wide)
+            add("moe_rows", "all_gather_v", here * routed)
+            add("moe_block", "all_reduce", owners.all * wide)
     if is_last:
         num_here = here if step.logit_rows is None else step.logit_rows.shape[0]
         if is_split:
@@ -151,18 +151,17 @@ def forward_bytes(config: ModelConfig, groups: Groups, step: Step, is_split: boo
     return dict(total)
 
 
-class _OwnerRows:
-    """Rows of one owner and of all, with padding."""
+class _OwnerRows(NamedTuple):
+    """Rows of the longest owner and of all owners, with padding, if there is any."""
 
-    def __init__(self, longest: int | None, num_owners: int, total: int) -> None:
-        self._longest = longest
-        self.all = total if longest is None else longest * num_owners
-
-    def own(self, here: int) -> int:
-        """Rows this owner hands in."""
-        return here if self._longest is None else self._longest
+    padded: bool
+    longest: int
+    all: int
 
 
-def _owner_rows(counts: Sequence[int], padding: Padding, attn_tp: int) -> _OwnerRows:
-    padded = len(counts) > 1 and padding is Padding.MAX_LEN
-    return _OwnerRows(round_up(max(counts), attn_tp) if padded else None, len(counts), sum(counts))
+def _owner_rows(step: Step, groups: Groups) -> _OwnerRows:
+    first = groups.attn_rows.rank - groups.moe_rows.rank
+    counts = step.counts[first : first + groups.moe_rows.size]
+    padded = len(counts) > 1 and choose_padding(counts, step.has_prefill) is Padding.MAX_LEN
+    longest = round_up(max(counts), groups.topology.attn_tp)
+    return _OwnerRows(padded, longest, longest * len(counts) if padded else sum(counts))

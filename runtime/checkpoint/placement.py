@@ -2,8 +2,8 @@
 
 Replicated over the tensor ranks of a stage: norms, residual mixes, query and key down-projections, compressors, the
 indexer, routers. Cut over attn_tp: query up-projection, projections per head, sinks, output projections, dense
-feed-forward layers. Routed experts: whole over ep, by
-width over moe_tp; the shared expert by width over tp. Embedding and head: by vocabulary over attn_tp, since
+feed-forward layers. Routed experts: whole over ep, by width over moe_tp; the shared expert by width over the ranks of
+one moe_dp block, or not at all where rows travel to their experts. Embedding and head: by vocabulary over attn_tp, since
 data-parallel ranks have different tokens. A draft is laid out like a layer, on the ranks of the last pipeline stage.
 """
 
@@ -32,27 +32,32 @@ class RankWeights(NamedTuple):
     draft: int
 
 
-def layout_problems(config: Config, topology: Topology) -> list[str]:
-    """What keeps ``config`` from being cut like ``topology`` (whose own rules already hold): both numbers each."""
-    problems = family(config.model_type).problems(config, topology)
+def layout_problems(config: Config, topology: Topology, all_to_all: bool = False) -> list[str]:
+    """What keeps ``config`` from being cut like ``topology`` (whose own rules already hold): both numbers each.
+
+    ``all_to_all``: whether rows travel to their experts.
+    """
+    problems = family(config.model_type).problems(config, topology, all_to_all)
     if topology.pp > config.num_layers:
         problems.append(f"pp = {topology.pp} exceeds the {config.num_layers} layers")
     return problems
 
 
-def check_layout(config: Config, topology: Topology) -> None:
+def check_layout(config: Config, topology: Topology, all_to_all: bool) -> None:
     """Raise ``ValueError`` with the first of :func:`layout_problems`, if there are any."""
-    for problem in layout_problems(config, topology):
+    for problem in layout_problems(config, topology, all_to_all):
         raise ValueError(f"the layout does not fit the model: {problem}")
 
 
-def rank_weights(config: Config, topology: Topology, itemsize: int, *, with_draft: bool) -> list[RankWeights]:
+def rank_weights(
+    config: Config, topology: Topology, itemsize: int, *, with_draft: bool, all_to_all: bool = False
+) -> list[RankWeights]:
     """Bytes of weights of every world rank, when floats are computed with in ``itemsize`` bytes.
 
     What the layers keep in float32 whatever the type (norms, residual mixes, routers, sinks) counts four bytes, expert
     tables eight. Raises ``ValueError`` when the layout does not fit the model.
     """
-    problems = layout_problems(config, topology)
+    problems = layout_problems(config, topology, all_to_all)
     if problems:
         raise ValueError("; ".join(problems))
     stages = stage_layers(config.num_layers, topology.pp)
@@ -64,7 +69,8 @@ def rank_weights(config: Config, topology: Topology, itemsize: int, *, with_draf
         if spec.copy_of is not None or name in _BY_VOCABULARY:
             continue
         stage = stage_of[int(name.split(".")[1])] if name.startswith("layers.") else last
-        even[stage, spec.role] += stored_bytes(name, spec, itemsize) // _shares(name, topology, config.num_key_heads)
+        shares = _shares(name, topology, config.num_key_heads, all_to_all)
+        even[stage, spec.role] += stored_bytes(name, spec, itemsize) // shares
     result = []
     for rank in range(topology.world):
         coords = topology.coords(rank)
@@ -85,11 +91,11 @@ def stored_bytes(name: str, spec: TensorSpec, itemsize: int) -> int:
     return math.prod(spec.shape) * itemsize
 
 
-def _shares(name: str, topology: Topology, num_key_heads: int) -> int:
+def _shares(name: str, topology: Topology, num_key_heads: int, all_to_all: bool) -> int:
     if ".ffn.experts." in name:
         return topology.ep * topology.moe_tp
     if ".ffn.shared_experts." in name:
-        return topology.tp
+        return 1 if all_to_all else topology.tp // topology.moe_dp
     if name.endswith(_BY_WIDTH) or (".attn." in name and name.endswith(_BY_HEAD) and ".indexer." not in name):
         return topology.attn_tp
     if name.endswith(_BY_KEY_HEAD):

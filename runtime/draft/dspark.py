@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ...comm.dp_attention import TokenExchange, choose_padding
+from ...comm.dispatch import Exchange, StepRows
 from ...layers.attention.plan import build_plan
 from ...layers.draft_heads import load_confidence_head, load_markov_head
 from ...layers.draft_heads_host import HostDraftBlock, HostHeads
@@ -28,7 +28,7 @@ from ...layers.probe import ignore
 from ...parallel.groups import Groups
 from ..cache import Cache, CacheLayout
 from ..model_config import DSparkConfig, ModelConfig
-from ..models.base import TapKind, drain
+from ..models.base import TapKind, dispatcher_for, drain
 from ..models.deepseek_v4 import Block, DeepseekV4, draft_stage_sizes, hyper_sizes, rope_table
 from ..step import Step
 from .base import DraftNoise, DraftRequests, DraftRoom
@@ -57,7 +57,9 @@ class DSparkDrafter:
         stages = [Scope(source).scope(f"mtp.{stage}") for stage in range(config.num_draft_stages)]
         sizes = [draft_stage_sizes(config) for _ in stages]
         blocks = enumerate(zip(stages, sizes))
-        self._blocks = [Block(scope, *size, rope, groups, kernels, stage) for stage, (scope, size) in blocks]
+        self._dispatcher = dispatcher_for(sizes[0][1], target.dispatch, groups, dtype, device)
+        travels = self._dispatcher.all_to_all
+        self._blocks = [Block(scope, *size, rope, groups, kernels, stage, travels) for stage, (scope, size) in blocks]
         layout = CacheLayout(tuple(attention for attention, _, _ in sizes), room.max_verify, dtype.itemsize)
         self._cache = Cache(layout, room.num_slots, 0, 0, device, dtype)
         self.caches = (self._cache,)
@@ -153,14 +155,13 @@ class DSparkDrafter:
         ids[:, 0] = requests.anchors
         plan = build_plan(rows, self._cache.page_table, (), bidirectional=True)
         tokens = torch.from_numpy(ids.ravel()).to(self._cache.page_table.device)
-        counts = [count * width for count in requests.others]
-        exchange = TokenExchange(self._groups, counts, choose_padding(counts, False), tokens.device)
-        ids_of_all = exchange.gather(tokens)
-        streams = self._target.embed(tokens).unsqueeze(1).repeat(1, self._num_streams, 1)
+        counts = tuple(count * width for count in requests.others)
+        exchange = Exchange(self._groups, self._dispatcher, StepRows(counts, has_prefill=False))
+        streams = exchange.own(self._target.embed(tokens)).unsqueeze(1).repeat(1, self._num_streams, 1)
         for block, cache in zip(self._blocks, self._cache.layers):
-            streams = drain(block.stages(streams, ids_of_all, cache, plan, exchange, ignore))
-        drafted = streams.unflatten(0, (num_requests, width))[:, skipped : skipped + self.gamma]
-        hidden = self._hyper_head(drafted.flatten(0, 1))
+            streams = drain(block.stages(streams, exchange.own(tokens), cache, plan, exchange, ignore))
+        hidden = exchange.for_attention(self._hyper_head(streams)).unflatten(0, (num_requests, width))
+        hidden = hidden[:, skipped : skipped + self.gamma].flatten(0, 1)
         logits = self._target.head(self._norm(hidden))
         shape = (num_requests, self.gamma)
         return hidden.unflatten(0, shape), logits.unflatten(0, shape)

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from ...comm.collectives import broadcast
-from ...comm.dp_attention import TokenExchange, choose_padding
+from ...comm.dispatch import Exchange, StepRows
 from ...layers.attention.plan import AttentionPlan, HostPlan, Rows, build_plan
 from ...layers.draft_heads_host import HostDraftBlock, HostHeads
 from ...layers.hyper_connection import HyperConnection, HyperHead
@@ -35,7 +35,7 @@ from ...layers.probe import ignore
 from ...parallel.groups import Groups
 from ..cache import Cache, CacheLayout
 from ..model_config import ModelConfig
-from ..models.base import TapKind, drain
+from ..models.base import TapKind, dispatcher_for, drain
 from ..models.deepseek_v4 import Block, DeepseekV4, draft_stage_sizes, hyper_sizes, rope_table
 from ..step import Step
 from .base import DraftNoise, DraftRequests, DraftRoom
@@ -75,7 +75,9 @@ class MTPDrafter:
             MergedLinear(scope, [Part(f"{name}.weight", 0, hidden)], kernels) for name in ("e_proj", "h_proj")
         )
         attention, moe, hyper = draft_stage_sizes(config)
-        self._block = Block(scope, attention, moe, hyper, rope, groups, kernels, config.num_layers)
+        self._dispatcher = dispatcher_for(moe, target.dispatch, groups, dtype, device)
+        travels = self._dispatcher.all_to_all
+        self._block = Block(scope, attention, moe, hyper, rope, groups, kernels, config.num_layers, travels)
         self._hyper_head = HyperHead(scope, "hc_head", hyper_sizes(config), kernels)
         self._norm = RMSNorm(scope, "norm", eps, kernels)
         # The way from a row's input to its key, for rows that need no more.
@@ -156,7 +158,7 @@ class MTPDrafter:
         last = torch.from_numpy((starts - 1) % ring.shape[1]).to(ring.device)
         streams = ring[torch.from_numpy(slots).to(ring.device), last].unflatten(1, self._shape)
         tokens = torch.tensor(requests.anchors, dtype=torch.int64, device=ring.device)
-        exchange = TokenExchange(self._groups, requests.others, choose_padding(requests.others, False), ring.device)
+        exchange = Exchange(self._groups, self._dispatcher, StepRows(requests.others, has_prefill=False))
         drawn: list[HostDraftBlock] = []
         for k in range(self.gamma):
             streams, logits = self._forward(streams, tokens, slots, starts - 1 + k, exchange)
@@ -189,13 +191,14 @@ class MTPDrafter:
         tokens: torch.Tensor,
         slots: np.ndarray,
         positions: np.ndarray,
-        exchange: TokenExchange,
+        exchange: Exchange,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows at ``positions`` [R]: the streams [R, n, D] they hand on, and logits [R, V]. Collective."""
         rows = np.stack((positions, slots, positions, positions + 1, np.arange(len(slots))))
-        plan, ids = build_plan(rows, self._cache.page_table, ()), exchange.gather(tokens)
-        joined = self._join(streams, tokens)
+        plan, ids = build_plan(rows, self._cache.page_table, ()), exchange.own(tokens)
+        joined = exchange.own(self._join(streams, tokens))
         out = drain(self._block.stages(joined, ids, self._cache.layers[0], plan, exchange, ignore))
+        out = exchange.for_attention(out)
         return out, self._target.head(self._norm(self._hyper_head(out)))
 
 

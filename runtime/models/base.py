@@ -10,10 +10,12 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from ...comm.dispatch import Dispatcher, DispatchOptions, make_dispatcher
 from ...comm.pipeline import StageLink
 from ...layers.attention.plan import CacheRows
 from ...layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from ...layers.kernels import Kernels
+from ...layers.moe import MoESizes
 from ...layers.params import ParamSource
 from ...layers.probe import Probe, ignore
 from ...parallel.groups import Groups
@@ -37,6 +39,20 @@ class ModelOutput(NamedTuple):
     taps: torch.Tensor
 
 
+STANDARD = DispatchOptions()
+
+
+def dispatcher_for(
+    moe: MoESizes | None, options: DispatchOptions, groups: Groups, dtype: torch.dtype, device: torch.device
+) -> Dispatcher:
+    """What brings rows to the experts of ``moe``; one without use for a model that has none."""
+    if moe is None:
+        options, sizes = STANDARD, {"num_experts": groups.moe_ep.size, "top_k": 1, "hidden_size": 1}
+    else:
+        sizes = {"num_experts": moe.num_experts, "top_k": moe.top_k, "hidden_size": moe.hidden_size}
+    return make_dispatcher(options, groups, **sizes, dtype=dtype, device=device)
+
+
 def drain(stages: Generator[None, None, T]) -> T:
     """Run stages one after the other, without overlap, and return their result."""
     while True:
@@ -44,6 +60,12 @@ def drain(stages: Generator[None, None, T]) -> T:
             next(stages)
         except StopIteration as end:
             return end.value
+
+
+def shared_demand(width: int, topology: Topology, all_to_all: bool) -> tuple[str, int, str, int]:
+    """What must be divisible for the shared expert, its size, and by which axis and how many ranks it is cut."""
+    axis, ranks = "tp" if topology.moe_dp == 1 else "tp / moe_dp", topology.tp // topology.moe_dp
+    return "moe_intermediate_size of the shared expert", width, axis, 1 if all_to_all else ranks
 
 
 class Model(Protocol):
@@ -57,6 +79,7 @@ class Model(Protocol):
     is_last: bool
     embed: VocabParallelEmbedding
     head: ParallelLMHead
+    dispatch: DispatchOptions
 
     def forward(self, step: Step, cache: Cache, probe: Probe = ignore) -> ModelOutput:
         """The whole forward of ``step`` on the only stage, without overlap. Collective."""
@@ -64,7 +87,10 @@ class Model(Protocol):
 
     def run_stage(self, step: Step, cache: Cache, link: StageLink) -> ModelOutput | None:
         """This rank's part of the forward of ``step``: receives from the stage before, sends to the next, and gives the
-        output on the last stage. Collective over the stage's tensor group."""
+        output on the last stage. Collective over the stage's tensor group.
+
+        Raises ``ValueError``, on every rank and before anything is sent, for more rows than a rank may send at once.
+        """
         ...
 
 
@@ -100,8 +126,9 @@ class Family(Protocol):
         ...
 
     @classmethod
-    def problems(cls, config: Config, topology: Topology) -> list[str]:
-        """What keeps ``config`` from being cut like ``topology``, with both numbers each."""
+    def problems(cls, config: Config, topology: Topology, all_to_all: bool) -> list[str]:
+        """What keeps ``config`` from being cut like ``topology``, with both numbers each; ``all_to_all``: whether rows
+        travel to their experts."""
         ...
 
     @classmethod
@@ -121,6 +148,8 @@ class Family(Protocol):
         tap_layers: tuple[int, ...] = (),
         dtype: torch.dtype = torch.float32,
         tap_kind: TapKind = "mean",
+        dispatch: DispatchOptions = STANDARD,
     ) -> Model:
-        """The model on this rank, with room for ``max_context`` positions; ``tap_layers`` are handed to the draft."""
+        """The model on this rank, with room for ``max_context`` positions; ``tap_layers`` are handed to the draft;
+        ``dispatch``: how rows reach their experts."""
         ...

@@ -1,6 +1,7 @@
 """A plain decoder: pre-norm layers with one residual stream, whatever their attention and feed-forward kinds.
 
-Legend: T rows of a step, D hidden width, N rows whose logits are wanted, V vocabulary.
+Legend: T rows of a step, t of them that layers outside attention work on here (see :class:`Exchange`), D hidden width,
+N rows whose logits are wanted, V vocabulary.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...comm.dp_attention import TokenExchange
+from ...comm.dispatch import DispatchOptions, Exchange, StepRows
 from ...comm.pipeline import StageLink
 from ...layers.attention import AttentionSizes, make_attention
 from ...layers.attention.plan import AttentionPlan, LayerCache
@@ -26,7 +27,7 @@ from ...parallel.groups import Groups
 from ...parallel.pipeline import stage_layers
 from ..cache import Cache
 from ..step import Step
-from .base import ModelOutput, drain
+from .base import STANDARD, ModelOutput, dispatcher_for, drain
 from .decoder_config import DecoderConfig
 
 
@@ -49,6 +50,7 @@ class DecoderLayer:
         groups: Groups,
         kernels: Kernels,
         layer: int,
+        all_to_all: bool,
     ) -> None:
         self._layer = layer
         self._attn_norm = RMSNorm(source, "attn_norm", eps, kernels)
@@ -59,7 +61,7 @@ class DecoderLayer:
         if isinstance(ffn, MLPSizes):
             self._mlp = MLP(scope, ffn, groups.attn_tp, kernels)
         else:
-            self._moe = MoE(scope, ffn, groups.tp, groups.moe_ep, groups.moe_tp, kernels, layer)
+            self._moe = MoE(scope, ffn, groups, kernels, layer, all_to_all)
 
     def stages(
         self,
@@ -67,18 +69,20 @@ class DecoderLayer:
         ids: torch.Tensor,
         cache: LayerCache,
         plan: AttentionPlan,
-        exchange: TokenExchange,
+        exchange: Exchange,
         probe: Probe,
     ) -> Generator[None, None, torch.Tensor]:
-        """Residual ``x`` [T, D], token ids of all rows of the tp group [M] -> the new residual.
+        """Residual ``x`` [t, D] and token ids [t] of the rows here -> the new residual; attention and dense layers see
+        all T rows of their rank.
 
         Collective; yields wherever a collective is in flight, in the same places on every rank whatever the data.
         """
-        y = yield from self._attention.stages(self._attn_norm(x), cache, plan, probe)
+        rows = exchange.for_attention(self._attn_norm(x))
+        y = yield from self._attention.stages(rows, cache, plan, exchange.start_sum, probe)
         x = x + y
         rows = self._ffn_norm(x)
         if self._mlp is not None:
-            y = yield from self._mlp.stages(rows)
+            y = yield from self._mlp.stages(exchange.for_attention(rows), exchange.start_sum)
         else:
             y = yield from self._moe.stages(rows, ids, exchange, probe)
         x = x + y
@@ -87,7 +91,7 @@ class DecoderLayer:
 
 
 class Activations(NamedTuple):
-    """What one pipeline stage hands to the next: the residual ``x`` [T, D] and ``taps`` [T, ...] of the layers so
+    """What one pipeline stage hands to the next: the residual ``x`` [t, D] and ``taps`` [t, ...] of the layers so
     far."""
 
     x: torch.Tensor
@@ -95,7 +99,8 @@ class Activations(NamedTuple):
 
 
 class Decoder:
-    """See :class:`.base.Model`. ``tap_layers``: layers whose output a draft wants to see."""
+    """See :class:`.base.Model`. ``tap_layers``: layers whose output a draft wants to see; ``dispatch``: how rows reach
+    their experts."""
 
     def __init__(
         self,
@@ -107,8 +112,10 @@ class Decoder:
         device: torch.device,
         tap_layers: tuple[int, ...] = (),
         dtype: torch.dtype = torch.float32,
+        dispatch: DispatchOptions = STANDARD,
     ) -> None:
         self.config, self._groups, self._tap_layers, self._dtype = config, groups, tap_layers, dtype
+        self.dispatch, self._dispatcher = dispatch, dispatcher_for(config.routed, dispatch, groups, dtype, device)
         self.layers = stage_layers(config.num_layers, groups.pp.size)[groups.pp.rank]
         self.is_first, self.is_last = groups.pp.rank == 0, groups.pp.rank == groups.pp.size - 1
         rope, top = rope_of(config, max_context, device), Scope(source)
@@ -117,52 +124,59 @@ class Decoder:
         self._blocks = []
         for layer in self.layers:
             sizes = (config.attention[layer], config.ffn[layer], config.rms_norm_eps)
-            self._blocks.append(DecoderLayer(top.scope(f"layers.{layer}"), *sizes, rope, groups, kernels, layer))
+            place = (rope, groups, kernels, layer, self._dispatcher.all_to_all)
+            self._blocks.append(DecoderLayer(top.scope(f"layers.{layer}"), *sizes, *place))
         if self.is_last:
             self.norm = RMSNorm(top, "norm", config.rms_norm_eps, kernels)
             self.head = ParallelLMHead(top, config.head_name, config.vocab_size, groups.attn_tp, kernels)
 
-    def begin(self, step: Step) -> Activations:
+    def exchange(self, step: Step) -> Exchange:
+        """The rows of ``step`` between attention and experts. Raises ``ValueError`` for more rows than fit at once."""
+        return Exchange(self._groups, self._dispatcher, StepRows(step.counts, step.has_prefill))
+
+    def begin(self, step: Step, exchange: Exchange) -> Activations:
         """The activations before the first layer, on the first stage. Collective over attn_tp."""
-        x = self.embed(step.tokens)
+        x = exchange.own(self.embed(step.tokens))
         return Activations(x, x.new_empty(x.shape[0], 0))
 
     def stages(
-        self, step: Step, cache: Cache, before: Activations, probe: Probe = ignore
+        self, step: Step, cache: Cache, exchange: Exchange, before: Activations, probe: Probe = ignore
     ) -> Generator[None, None, Activations]:
         """This rank's layers as stages, see :meth:`DecoderLayer.stages`; the step's rows are stored in ``cache``."""
-        exchange = TokenExchange(self._groups, step.counts, step.padding, step.tokens.device)
-        ids, x, taps = exchange.gather(step.tokens), before.x, [before.taps]
+        ids, x, taps = exchange.own(step.tokens), before.x, [before.taps]
         for layer, block, layer_cache in zip(self.layers, self._blocks, cache.layers):
             x = yield from block.stages(x, ids, layer_cache, step.plan, exchange, probe)
             if layer in self._tap_layers:
                 taps.append(x)
         return Activations(x, torch.cat(taps, dim=1) if len(taps) > 1 else taps[0])
 
-    def finish(self, step: Step, last: Activations) -> ModelOutput:
+    def finish(self, step: Step, exchange: Exchange, last: Activations) -> ModelOutput:
         """Logits of the wanted rows, on the last stage. Collective over attn_tp (and attn_cp where rows are split)."""
-        x = last.x if step.logit_rows is None else last.x[step.logit_rows]
-        return ModelOutput(self.head(step.gather_logit_rows(self.norm(x))), last.taps)
+        x = exchange.for_attention(self.norm(last.x))
+        x = step.gather_logit_rows(x if step.logit_rows is None else x[step.logit_rows])
+        return ModelOutput(self.head(x), exchange.for_attention(last.taps) if self._tap_layers else last.taps)
 
     @torch.inference_mode()
     def forward(self, step: Step, cache: Cache, probe: Probe = ignore) -> ModelOutput:
         """See :meth:`.base.Model.forward`."""
         assert self.is_first and self.is_last, "a pipeline runs its stages one by one"
-        return self.finish(step, drain(self.stages(step, cache, self.begin(step), probe)))
+        exchange = self.exchange(step)
+        after = drain(self.stages(step, cache, exchange, self.begin(step, exchange), probe))
+        return self.finish(step, exchange, after)
 
     @torch.inference_mode()
     def run_stage(self, step: Step, cache: Cache, link: StageLink) -> ModelOutput | None:
         """See :meth:`.base.Model.run_stage`."""
-        width = self.config.hidden_size
+        exchange, width = self.exchange(step), self.config.hidden_size
         if self.is_first:
-            before = self.begin(step)
+            before = self.begin(step, exchange)
         else:
+            num_rows = step.tokens.shape[0] if exchange.num_rows is None else exchange.num_rows
             num_taps = sum(layer < self.layers.start for layer in self._tap_layers)
-            shape = (step.tokens.shape[0], width * (1 + num_taps))
-            packed = link.receive(shape, self._dtype, step.tokens.device)
+            packed = link.receive((num_rows, width * (1 + num_taps)), self._dtype, step.tokens.device)
             before = Activations(packed[:, :width].contiguous(), packed[:, width:])
-        after = drain(self.stages(step, cache, before))
+        after = drain(self.stages(step, cache, exchange, before))
         if self.is_last:
-            return self.finish(step, after)
+            return self.finish(step, exchange, after)
         link.send(torch.cat(after, dim=1))
         return None

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ...comm.dispatch import DispatchOptions
 from ...layers.attention import AttentionSizes
 from ...layers.attention.dsa import DSASizes
 from ...layers.attention.gqa import GQASizes
@@ -23,7 +24,7 @@ from ...parallel.groups import Groups
 from ...parallel.topology import Topology
 from ..checkpoint.config_keys import ConfigKeys
 from ..checkpoint.spec import TensorSpec
-from .base import TapKind
+from .base import STANDARD, TapKind, shared_demand
 from .decoder import Decoder
 from .decoder_config import DecoderConfig
 
@@ -85,7 +86,7 @@ class DecoderFamily:
         return (config.attention[-1].cache(num_ranks),) * config.num_draft_stages
 
     @classmethod
-    def problems(cls, config: DecoderConfig, topology: Topology) -> list[str]:
+    def problems(cls, config: DecoderConfig, topology: Topology, all_to_all: bool) -> list[str]:
         """See :meth:`.base.Family.problems`."""
         found = dict.fromkeys(problem for one in config.attention for problem in one.problems(topology.attn_tp))
         demands = []
@@ -94,7 +95,7 @@ class DecoderFamily:
                 demands += [
                     ("n_routed_experts", ffn.num_experts, "ep", topology.ep),
                     ("moe_intermediate_size", ffn.width, "moe_tp", topology.moe_tp),
-                    ("moe_intermediate_size of the shared expert", ffn.width, "tp", topology.tp),
+                    shared_demand(ffn.width, topology, all_to_all),
                 ]
             else:
                 demands.append(("intermediate_size", ffn.width, "attn_tp", topology.attn_tp))
@@ -124,9 +125,10 @@ class DecoderFamily:
         tap_layers: tuple[int, ...] = (),
         dtype: torch.dtype = torch.float32,
         tap_kind: TapKind = "mean",
+        dispatch: DispatchOptions = STANDARD,
     ) -> Decoder:
         """See :meth:`.base.Family.build`; there is one stream, so ``tap_kind`` makes no difference."""
-        return Decoder(config, source, groups, kernels, max_context, device, tap_layers, dtype)
+        return Decoder(config, source, groups, kernels, max_context, device, tap_layers, dtype, dispatch)
 
 
 def _named(prefix: str, role: str, parts: Parts) -> dict[str, TensorSpec]:

@@ -1,6 +1,7 @@
 """DeepSeek-V4: sliding, CSA and HCA attention, mHC residual streams, and a mixture of experts in every layer.
 
-Legend: T rows of a step, n residual streams, D hidden width, N rows whose logits are wanted, V vocabulary.
+Legend: T rows of a step, t of them that layers outside attention work on here (see :class:`Exchange`), n residual
+streams, D hidden width, N rows whose logits are wanted, V vocabulary.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...comm.dp_attention import TokenExchange
+from ...comm.dispatch import DispatchOptions, Exchange, StepRows
 from ...comm.pipeline import StageLink
 from ...layers.attention.plan import AttentionPlan, LayerCache
 from ...layers.attention.v4 import V4Attention, V4AttentionSizes
@@ -28,7 +29,7 @@ from ...parallel.pipeline import stage_layers
 from ..cache import Cache
 from ..model_config import ModelConfig, RopeConfig
 from ..step import Step
-from .base import ModelOutput, TapKind, drain
+from .base import STANDARD, ModelOutput, TapKind, dispatcher_for, drain
 
 
 def attention_sizes(config: ModelConfig, layer: int) -> V4AttentionSizes:
@@ -101,12 +102,13 @@ class Block:
         groups: Groups,
         kernels: Kernels,
         layer: int,
+        all_to_all: bool = False,
     ) -> None:
         self._layer = layer
         self._attn_hc = HyperConnection(source, "hc_attn", "attn_norm", hyper, kernels)
         self._ffn_hc = HyperConnection(source, "hc_ffn", "ffn_norm", hyper, kernels)
         self._attention = V4Attention(source.scope("attn"), attention, rope, groups.attn_tp, kernels, layer)
-        self._moe = MoE(source.scope("ffn"), moe, groups.tp, groups.moe_ep, groups.moe_tp, kernels, layer)
+        self._moe = MoE(source.scope("ffn"), moe, groups, kernels, layer, all_to_all)
 
     def stages(
         self,
@@ -114,15 +116,16 @@ class Block:
         ids: torch.Tensor,
         cache: LayerCache,
         plan: AttentionPlan,
-        exchange: TokenExchange,
+        exchange: Exchange,
         probe: Probe,
     ) -> Generator[None, None, torch.Tensor]:
-        """``streams`` [T, n, D], token ids of all rows of the tp group [M] -> new streams.
+        """``streams`` [t, n, D] and token ids [t] of the rows here -> new streams; attention sees all T of its rank.
 
         Collective; yields wherever a collective is in flight, in the same places on every rank whatever the data.
         """
         mix = self._attn_hc.read(streams)
-        y = yield from self._attention.stages(mix.x, cache, plan, probe)
+        x = exchange.for_attention(mix.x)
+        y = yield from self._attention.stages(x, cache, plan, exchange.start_sum, probe)
         streams = self._attn_hc.write(streams, y, mix)
         mix = self._ffn_hc.read(streams)
         y = yield from self._moe.stages(mix.x, ids, exchange, probe)
@@ -132,21 +135,21 @@ class Block:
 
 
 class Activations(NamedTuple):
-    """What one pipeline stage hands to the next: ``streams`` [T, n, D] and ``taps`` [T, ...] of the layers so far."""
+    """What one pipeline stage hands to the next: ``streams`` [t, n, D] and ``taps`` [t, ...] of the layers so far."""
 
     streams: torch.Tensor
     taps: torch.Tensor
 
     def pack(self) -> torch.Tensor:
-        """As one tensor [T, n D + taps]."""
+        """As one tensor [t, n D + taps]."""
         return torch.cat((self.streams.flatten(1), self.taps), dim=1)
 
 
 class DeepseekV4:
     """The model on this rank: the layers of its pipeline stage.
 
-    ``tap_layers``: layers whose output a draft wants to see, as ``tap_kind`` says. The first stage embeds, the last has
-    the head; with ``tap_layers`` the last embeds too, for the draft.
+    ``tap_layers``: layers whose output a draft wants to see, as ``tap_kind`` says. ``dispatch``: how rows reach their
+    experts. The first stage embeds, the last has the head; with ``tap_layers`` the last embeds too, for the draft.
     """
 
     def __init__(
@@ -160,10 +163,12 @@ class DeepseekV4:
         tap_layers: tuple[int, ...] = (),
         dtype: torch.dtype = torch.float32,
         tap_kind: TapKind = "mean",
+        dispatch: DispatchOptions = STANDARD,
     ) -> None:
         self.config, self._groups, self._tap_layers, self._tap_kind = config, groups, tap_layers, tap_kind
         self.layers = stage_layers(config.num_layers, groups.pp.size)[groups.pp.rank]
-        self._dtype = dtype
+        self._dtype, self.dispatch = dtype, dispatch
+        self._dispatcher = dispatcher_for(moe_sizes(config, 0), dispatch, groups, dtype, device)
         self.is_first, self.is_last = groups.pp.rank == 0, groups.pp.rank == groups.pp.size - 1
         ropes = {
             "main": rope_table(config, config.main_rope, max_context, device),
@@ -182,7 +187,8 @@ class DeepseekV4:
         attention = attention_sizes(self.config, layer)
         rope = ropes["main" if attention.kind == "sliding" else "compress"]
         sizes = (attention, moe_sizes(self.config, layer), hyper_sizes(self.config))
-        return Block(top.scope(f"layers.{layer}"), *sizes, rope, groups, kernels, layer)
+        travels = self._dispatcher.all_to_all
+        return Block(top.scope(f"layers.{layer}"), *sizes, rope, groups, kernels, layer, travels)
 
     @property
     def num_taps_before(self) -> int:
@@ -190,7 +196,7 @@ class DeepseekV4:
         return sum(layer < self.layers.start for layer in self._tap_layers)
 
     def unpack(self, packed: torch.Tensor) -> Activations:
-        """The activations that the stage before packed, [T, n D + taps]."""
+        """The activations that the stage before packed, [t, n D + taps]."""
         width = self.config.hc_mult * self.config.hidden_size
         streams = packed[:, :width].unflatten(1, (self.config.hc_mult, self.config.hidden_size))
         return Activations(streams.contiguous(), packed[:, width:])
@@ -200,47 +206,57 @@ class DeepseekV4:
         streams_per_tap = self.config.hc_mult if self._tap_kind == "streams" else 1
         return (self.config.hc_mult + self.num_taps_before * streams_per_tap) * self.config.hidden_size
 
-    def begin(self, step: Step) -> Activations:
+    def exchange(self, step: Step) -> Exchange:
+        """The rows of ``step`` between attention and experts. Raises ``ValueError`` for more rows than fit at once."""
+        return Exchange(self._groups, self._dispatcher, StepRows(step.counts, step.has_prefill))
+
+    def begin(self, step: Step, exchange: Exchange) -> Activations:
         """The activations before the first layer, on the first stage. Collective over attn_tp."""
-        streams = self.embed(step.tokens).unsqueeze(1).repeat(1, self.config.hc_mult, 1)
+        streams = exchange.own(self.embed(step.tokens)).unsqueeze(1).repeat(1, self.config.hc_mult, 1)
         return Activations(streams, streams.new_empty(streams.shape[0], 0))
 
     def stages(
-        self, step: Step, cache: Cache, before: Activations, probe: Probe = ignore
+        self, step: Step, cache: Cache, exchange: Exchange, before: Activations, probe: Probe = ignore
     ) -> Generator[None, None, Activations]:
         """This rank's layers as stages, see :meth:`Block.stages`; the step's rows are stored in ``cache``."""
-        exchange = TokenExchange(self._groups, step.counts, step.padding, step.tokens.device)
-        ids, streams, taps = exchange.gather(step.tokens), before.streams, [before.taps]
+        ids, streams, taps = exchange.own(step.tokens), before.streams, [before.taps]
         for layer, block, layer_cache in zip(self.layers, self._blocks, cache.layers):
             streams = yield from block.stages(streams, ids, layer_cache, step.plan, exchange, probe)
             if layer in self._tap_layers:
                 taps.append(streams.mean(dim=1) if self._tap_kind == "mean" else streams.flatten(1))
         return Activations(streams, torch.cat(taps, dim=1) if len(taps) > 1 else taps[0])
 
-    def finish(self, step: Step, last: Activations, probe: Probe = ignore) -> ModelOutput:
+    def finish(self, step: Step, exchange: Exchange, last: Activations, probe: Probe = ignore) -> ModelOutput:
         """Logits of the wanted rows, on the last stage. Collective over attn_tp (and attn_cp where rows are split)."""
-        streams = last.streams if step.logit_rows is None else last.streams[step.logit_rows]
-        hidden = step.gather_logit_rows(self._norm(self._hyper_head(streams)))
+        hidden = exchange.for_attention(self._norm(self._hyper_head(last.streams)))
+        hidden = step.gather_logit_rows(hidden if step.logit_rows is None else hidden[step.logit_rows])
         probe("final_norm", self.config.num_layers, hidden)
-        return ModelOutput(self.head(hidden), last.taps)
+        taps = exchange.for_attention(last.taps) if self._tap_layers else last.taps
+        return ModelOutput(self.head(hidden), taps)
 
     @torch.inference_mode()
     def forward(self, step: Step, cache: Cache, probe: Probe = ignore) -> ModelOutput:
         """The whole forward of ``step`` on the only stage, without overlap. Collective."""
         assert self.is_first and self.is_last, "a pipeline runs its stages one by one"
-        return self.finish(step, drain(self.stages(step, cache, self.begin(step), probe)), probe)
+        exchange = self.exchange(step)
+        after = drain(self.stages(step, cache, exchange, self.begin(step, exchange), probe))
+        return self.finish(step, exchange, after, probe)
 
     @torch.inference_mode()
     def run_stage(self, step: Step, cache: Cache, link: StageLink) -> ModelOutput | None:
         """This rank's part of the forward of ``step``: receives from the stage before, sends to the next, and gives the
-        output on the last stage. Collective over the stage's tensor group."""
+        output on the last stage. Collective over the stage's tensor group.
+
+        Raises ``ValueError``, on every rank and before anything is sent, for more rows than a rank may send at once.
+        """
+        exchange = self.exchange(step)
         if self.is_first:
-            before = self.begin(step)
+            before = self.begin(step, exchange)
         else:
-            shape = (step.tokens.shape[0], self.packed_width())
-            before = self.unpack(link.receive(shape, self._dtype, step.tokens.device))
-        after = drain(self.stages(step, cache, before))
+            num_rows = step.tokens.shape[0] if exchange.num_rows is None else exchange.num_rows
+            before = self.unpack(link.receive((num_rows, self.packed_width()), self._dtype, step.tokens.device))
+        after = drain(self.stages(step, cache, exchange, before))
         if self.is_last:
-            return self.finish(step, after)
+            return self.finish(step, exchange, after)
         link.send(after.pack())
         return None

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ...comm.dispatch import DispatchOptions
 from ...layers.attention.plan import CacheRows
 from ...layers.kernels import Kernels
 from ...layers.params import ParamSource
@@ -14,7 +15,7 @@ from ...parallel.topology import Topology
 from ..checkpoint.config_file import model_config_from_dict
 from ..checkpoint.spec import TensorSpec, v4_tensors
 from ..model_config import ModelConfig
-from .base import TapKind
+from .base import STANDARD, TapKind, shared_demand
 from .deepseek_v4 import DeepseekV4, attention_sizes, draft_stage_sizes
 
 
@@ -47,7 +48,7 @@ class DeepseekV4Family:
         return (draft_stage_sizes(config)[0],) * config.num_draft_stages
 
     @classmethod
-    def problems(cls, config: ModelConfig, topology: Topology) -> list[str]:
+    def problems(cls, config: ModelConfig, topology: Topology, all_to_all: bool) -> list[str]:
         """See :meth:`.base.Family.problems`."""
         draft_experts = config.dspark.num_routed_experts if config.dspark is not None else config.num_experts
         demands = (
@@ -56,7 +57,7 @@ class DeepseekV4Family:
             ("n_routed_experts", config.num_experts, "ep", topology.ep),
             ("the draft's routed experts", draft_experts, "ep", topology.ep),
             ("moe_intermediate_size", config.moe_intermediate_size, "moe_tp", topology.moe_tp),
-            ("moe_intermediate_size of the shared expert", config.moe_intermediate_size, "tp", topology.tp),
+            shared_demand(config.moe_intermediate_size, topology, all_to_all),
         )
         return [
             f"{what} = {size} is not divisible by {axis} = {ranks}"
@@ -81,6 +82,8 @@ class DeepseekV4Family:
         tap_layers: tuple[int, ...] = (),
         dtype: torch.dtype = torch.float32,
         tap_kind: TapKind = "mean",
+        dispatch: DispatchOptions = STANDARD,
     ) -> DeepseekV4:
         """See :meth:`.base.Family.build`."""
-        return DeepseekV4(config, source, groups, kernels, max_context, device, tap_layers, dtype, tap_kind)
+        sizes = (max_context, device, tap_layers, dtype, tap_kind, dispatch)
+        return DeepseekV4(config, source, groups, kernels, *sizes)

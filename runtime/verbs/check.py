@@ -20,6 +20,7 @@ import sys
 from collections import Counter
 from typing import Any
 
+from ...comm.dispatch import dispatcher_class
 from ...parallel.launch import detect
 from ...parallel.pipeline import stage_layers
 from ...parallel.topology import Topology
@@ -62,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"{flag} is {value}; it must be at least 1")
     folder = pathlib.Path(args.model) if args.model else bundled_model()
     itemsize = ITEM_SIZES["float32" if args.dtype == "auto" else args.dtype]
-    report = check(folder, topology, itemsize, args.max_running, args.max_context)
+    travels = dispatcher_class(args.dispatcher).all_to_all
+    report = check(folder, topology, itemsize, args.max_running, args.max_context, travels)
     problems = report["problems"]
     if info.rank == 0:
         print(json.dumps(report) if args.json else "\n".join(as_text(report)))
@@ -81,7 +83,12 @@ def _topology(args: argparse.Namespace, world: int | None) -> Topology:
 
 
 def check(
-    folder: str | os.PathLike[str], topology: Topology, itemsize: int, num_requests: int, max_context: int | None
+    folder: str | os.PathLike[str],
+    topology: Topology,
+    itemsize: int,
+    num_requests: int,
+    max_context: int | None,
+    all_to_all: bool = False,
 ) -> dict[str, Any]:
     """The report as JSON values: ``ok``, ``problems`` and, as far as they could be found out, ``model``,
     ``parameters``, ``formats``, ``draft``, ``memory`` and ``cache``; sizes in bytes."""
@@ -101,7 +108,7 @@ def check(
     report["parameters"] = parameter_counts(config, inspection)
     report["formats"] = number_formats(inspection)
     report["draft"] = _draft(config, inspection)
-    wrong_layout = layout_problems(config, topology)
+    wrong_layout = layout_problems(config, topology, all_to_all)
     report["problems"] += wrong_layout
     context = config.max_position_embeddings if max_context is None else max_context
     if context > config.max_position_embeddings:
@@ -109,7 +116,8 @@ def check(
             f"--max-context is {context}, but the model has {config.max_position_embeddings} positions"
         )
     if not wrong_layout:
-        report["memory"] = memory(config, topology, itemsize, inspection.has_draft, num_requests, context)
+        sizes = (itemsize, inspection.has_draft, num_requests, context, all_to_all)
+        report["memory"] = memory(config, topology, *sizes)
     report["ok"] = not report["problems"]
     return report
 
@@ -200,7 +208,13 @@ def _draft(config: Config, inspection: Inspection) -> dict[str, Any] | None:
 
 
 def memory(
-    config: Config, topology: Topology, itemsize: int, has_draft: bool, num_requests: int, max_context: int
+    config: Config,
+    topology: Topology,
+    itemsize: int,
+    has_draft: bool,
+    num_requests: int,
+    max_context: int,
+    all_to_all: bool = False,
 ) -> dict[str, Any]:
     """Bytes on each rank: weights, rings of a request slot, compressed entries per token, and all of it for
     ``num_requests`` requests of ``max_context`` tokens on each DP rank of attention, as an engine makes room for.
@@ -224,7 +238,8 @@ def memory(
         layout = CacheLayout(rows, num_drafted, itemsize)
         draft_slot = layout.bytes_per_slot + layout.pages_for(max_context) * layout.bytes_per_page
     ranks = []
-    for rank, weights in enumerate(rank_weights(config, topology, itemsize, with_draft=has_draft)):
+    held = rank_weights(config, topology, itemsize, with_draft=has_draft, all_to_all=all_to_all)
+    for rank, weights in enumerate(held):
         stage = rank // topology.tp
         layout = stages[stage]
         per_slot = layout.bytes_per_slot + (draft_slot if stage == topology.pp - 1 else 0)

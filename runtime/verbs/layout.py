@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from ...comm.dispatch import dispatcher_class
 from ...parallel.topology import Topology
 from ..engine_config import CP_DECODES, CP_SPLITS, DISPATCH_BACKENDS, DISPATCHERS, OVERLAP_MODES
 
@@ -52,6 +53,14 @@ def add_layout_flags(parser: argparse.ArgumentParser) -> None:
         help="how tokens reach their experts: standard moves none; normal, low_latency and auto are all-to-all",
     )
     group.add_argument("--dispatch-backend", choices=DISPATCH_BACKENDS, default="auto", help="who moves them")
+    size(
+        "--max-tokens-per-rank",
+        default=None,
+        help="rows a rank may send to experts at once where buffers are fixed (default: what the run can need)",
+    )
+    group.add_argument(
+        "--fp8-dispatch", action="store_true", help="low_latency and auto: rows of decode steps travel as 8-bit floats"
+    )
     group.add_argument("--overlap", choices=OVERLAP_MODES, default="none", help="two-batch or single-batch overlap")
     size("--gpus-per-node", default=None, help="ranks of a node (default: from the launcher)")
 
@@ -74,7 +83,7 @@ def topology_from_args(
         cp=args.cp,
         ep=args.ep,
         moe_dp=args.moe_dp,
-        all_to_all=args.dispatcher != "standard",
+        all_to_all=dispatcher_class(args.dispatcher).all_to_all,
         gpus_per_node=gpus_per_node,
         nodes=nodes,
     )

@@ -1,7 +1,10 @@
 """V4 attention of every kind, cut over 1, 2, 4 and 8 ranks, against dense float64 maths without cache or chunks."""
 
+import functools
+
 import pytest
 import torch
+from dspark.comm.collectives import start_all_reduce
 from dspark.layers.attention.v4 import V4Attention, V4AttentionSizes
 from dspark.layers.kernels import Kernels
 from dspark.layers.params import Scope
@@ -142,7 +145,8 @@ def run_attention(rank, world, named, backend, kinds):
                 parts = [x[start : start + chunk] for x in inputs()]
                 spans = [Span(slot, start, [0] * len(part), 0) for slot, part in zip(slots, parts)]
                 plan = build_step(spans, cache.page_table, layout.ratios, vocab_size=1).plan
-                stages = layer.stages(torch.cat(parts), cache.layers[0], plan, ignore)
+                start_sum = functools.partial(start_all_reduce, group=group)
+                stages = layer.stages(torch.cat(parts), cache.layers[0], plan, start_sum, ignore)
                 next(stages)
                 try:
                     next(stages)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from dspark.comm.dp_attention import Padding, TokenExchange
+from dspark.comm.dispatch import DispatchOptions, Exchange, StepRows, make_dispatcher
 from dspark.layers.kernels import Kernels
 from dspark.layers.moe import Experts, MoE, MoESizes, SharedExpert
 from dspark.layers.params import Scope
@@ -10,6 +10,7 @@ from dspark.parallel.groups import Group, Groups
 from dspark.parallel.topology import Topology
 
 HIDDEN, EXPERTS, TOP_K, WIDTH, VOCAB, LIMIT, SCALE = 14, 8, 3, 16, 20, 1.5, 2.5
+CPU = torch.device("cpu")
 NUM_ROWS = (0, 1, 7, 40)
 ROUTERS = {
     "scored": ("sqrtsoftplus", True, False),
@@ -89,15 +90,9 @@ def run_moe(rank, world, named, backend, ep_sizes):
     for ep in ep_sizes:
         groups = Groups.build(Topology(tp=world, ep=ep), rank)
         for router in ROUTERS:
-            moe = MoE(
-                Scope(named(weights())),
-                sizes_of(router),
-                groups.tp,
-                groups.moe_ep,
-                groups.moe_tp,
-                Kernels(backend),
-                layer=3,
-            )
+            moe = MoE(Scope(named(weights())), sizes_of(router), groups, Kernels(backend), layer=3)
+            sizes = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN}
+            dispatcher = make_dispatcher(DispatchOptions(), groups, **sizes, dtype=torch.float32, device=CPU)
             for num_rows in NUM_ROWS:
                 seen = {}
 
@@ -106,9 +101,9 @@ def run_moe(rank, world, named, backend, ep_sizes):
                     seen[name] = value.clone().numpy()
 
                 x, ids = inputs(num_rows)
-                exchange = TokenExchange(groups, (num_rows,), Padding.MAX_LEN, torch.device("cpu"))
+                exchange = Exchange(groups, dispatcher, StepRows((num_rows,), has_prefill=True))
                 out, count = drain(moe.stages(x, ids, exchange, probe))
-                assert count == 1 and set(seen) == {"experts", "expert_weights", "moe_out"}
+                assert count == 2 and set(seen) == {"experts", "expert_weights", "moe_out"}
                 assert torch.equal(out, torch.from_numpy(seen["moe_out"]))
                 results[ep, router, num_rows] = seen
     return results

@@ -43,7 +43,7 @@ def test_all_ranks_of_64_create_the_same_groups_in_the_same_order(sizes, monkeyp
         calls.clear()
         with fake_job(rank, 64):
             groups = Groups.build(topology, rank)
-            for axis, lists in (topology.groups | topology.attention_groups).items():
+            for axis, lists in (topology.groups | topology.attention_groups | topology.expert_groups).items():
                 group = getattr(groups, axis)
                 assert group.ranks in lists and group.ranks[group.rank] == rank
                 assert group.size == len(lists[0]) and (group.pg is None) == (group.size == 1)
@@ -54,7 +54,7 @@ def test_all_ranks_of_64_create_the_same_groups_in_the_same_order(sizes, monkeyp
                 assert [group.ranks[i] for i in group.remote_peers] == [r for r in group.ranks if r // 8 != here]
                 assert group.crosses_nodes == (len(topology.nodes_of(group.ranks)) > 1)
         created[rank] = list(calls)
-    every = topology.groups | topology.attention_groups
+    every = topology.groups | topology.attention_groups | topology.expert_groups
     needed = {ranks for lists in every.values() for ranks in lists if 1 < len(ranks) < 64}
     assert set(created[0]) == needed and len(created[0]) == len(needed)
     assert all(order == created[0] for order in created.values())
@@ -67,7 +67,9 @@ def test_shared_objects_and_shared_process_groups():
         assert groups.world is not groups.tp and groups.world.pg is groups.tp.pg
         assert groups.moe_tp.pg is None and groups.pp.pg is None
         names = [group.name for group in groups]
-        assert names == ["world", "tp", "pp", "attn_tp", "attn_cp", "attn_dp", "moe_tp", "attn_block", "attn_rows"]
+        assert names[:9] == ["world", "tp", "pp", "attn_tp", "attn_cp", "attn_dp", "moe_tp", "attn_block", "attn_rows"]
+        assert names[9:] == ["ep_inside", "ep_across"] and groups.moe_block is groups.tp
+        assert groups.ep_inside.ranks == tuple(range(8)) and groups.ep_across.ranks == (5, 13)
         assert groups.attn_block.ranks == tuple(range(8)) and groups.attn_rows.ranks == tuple(range(1, 16, 2))
         alone = groups.alone("draft")
         assert (alone.ranks, alone.size, alone.pg, alone.crosses_nodes) == ((5,), 1, None, False)

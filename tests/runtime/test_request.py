@@ -3,7 +3,6 @@
 import dataclasses
 
 import pytest
-from dspark.parallel.topology import Topology
 from dspark.runtime.engine_config import EngineConfig, check_supported, resolve
 from dspark.runtime.request import (
     Request,
@@ -165,12 +164,10 @@ def test_auto_is_decided_once():
 
 
 def test_what_is_not_built_is_refused_in_one_place():
-    check_supported(EngineConfig(), Topology(tp=8))
-    check_supported(EngineConfig(draft="none", dispatcher="standard"), Topology())
-    for config, topology, option in [
-        (EngineConfig(overlap="tbo"), Topology(), "--overlap tbo"),
-        (EngineConfig(dispatcher="normal"), Topology(), "--dispatcher normal"),
-        (EngineConfig(), Topology(tp=8, cp=2, ep=4, moe_dp=2), "--moe-dp 2"),
+    check_supported(EngineConfig(draft="none", dispatcher="auto"))
+    for config, option in [
+        (EngineConfig(overlap="tbo"), "--overlap tbo"),
+        (EngineConfig(dispatch_backend="deep_ep"), "--dispatch-backend deep_ep"),
     ]:
         with pytest.raises(ValueError, match=f"^{option} is not available yet in this version; "):
-            check_supported(config, topology)
+            check_supported(config)
