@@ -166,6 +166,8 @@ def settings(config: Config, topology: Topology, quick: bool) -> list[Setting]:
     """The runs of one layout; the splits of context parallelism and the dispatchers only where there is any choice."""
     drafts = ["none"] if config.dspark is None else ["none", "dspark"]
     travelling = [name for name in DISPATCHERS if topology.ep > 1 and dispatcher_class(name).all_to_all]
+    if quick:
+        travelling = travelling[-1:]
     moved = [Setting(draft, 7, dispatcher=name) for draft in drafts for name in travelling]
     if topology.moe_tp > 1 < topology.ep or topology.moe_dp > 1:  # beside ep 1 and ep tp, only the experts differ
         return [Setting(draft, 7) for draft in drafts] + moved
