@@ -1,7 +1,7 @@
 """Attention kinds: one file each, and one line in the table.
 
-A kind is a class ``(source, sizes, rope, group, kernels, layer)`` with ``stages(x, cache, plan, start_sum, probe)``, and
-sizes that say what a layer keeps (``cache``), how it may be cut (``problems``) and what it costs (``operations``).
+A kind is a class ``(source, sizes, rope, group, kernels, layer)`` with ``stages(x, cache, plan, start_sum, probe)``,
+and sizes that say what a layer keeps (``cache``), how it may be cut (``problems``) and what it costs (``operations``).
 """
 
 from __future__ import annotations
