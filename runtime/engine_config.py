@@ -75,7 +75,7 @@ class EngineConfig:
     @property
     def all_to_all(self) -> bool:
         """Whether rows travel to the ranks of their experts."""
-        return dispatcher_class(self.dispatcher).all_to_all
+        return self.dispatcher in DISPATCHERS and dispatcher_class(self.dispatcher).all_to_all
 
     @property
     def num_snapshots(self) -> int:

@@ -122,10 +122,10 @@ class _Plan:
         """Everything that must be equal on all ranks; raises ``ValueError`` or ``OSError`` for what cannot be run."""
         given = self._given.validate()
         topology = self._make_topology(self._world, None)
-        check_supported(given, topology)
+        check_supported(given)
         self.folder = pathlib.Path(given.model) if given.model else bundled_model()
         self.model = load_model_config(self.folder)
-        check_layout(self.model, topology, config.all_to_all)
+        check_layout(self.model, topology, given.all_to_all)
         self.config = resolve(
             given,
             model_dir=str(self.folder),

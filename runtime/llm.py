@@ -54,10 +54,13 @@ class LLM:
         if unknown:
             raise ValueError(f"unknown option {unknown[0]!r}; there are {', '.join(EngineConfig.__dataclass_fields__)}")
 
-        def make_topology(world: int, nodes: Sequence[int] | None) -> Topology:
-            return Topology.make(world, tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, moe_dp=moe_dp, nodes=nodes)
+        config = EngineConfig(model=model, **options)
 
-        self._session = Session.open(EngineConfig(model=model, **options), make_topology, progress, limits)
+        def make_topology(world: int, nodes: Sequence[int] | None) -> Topology:
+            sizes = {"tp": tp, "pp": pp, "dp": dp, "cp": cp, "ep": ep, "moe_dp": moe_dp}
+            return Topology.make(world, **sizes, all_to_all=config.all_to_all, nodes=nodes)
+
+        self._session = Session.open(config, make_topology, progress, limits)
         try:
             self._session.warm_up()
         except BaseException as error:

@@ -4,7 +4,8 @@ Replicated over the tensor ranks of a stage: norms, residual mixes, query and ke
 indexer, routers. Cut over attn_tp: query up-projection, projections per head, sinks, output projections, dense
 feed-forward layers. Routed experts: whole over ep, by width over moe_tp; the shared expert by width over the ranks of
 one moe_dp block, or not at all where rows travel to their experts. Embedding and head: by vocabulary over attn_tp,
-since data-parallel ranks have different tokens. A draft is laid out like a layer, on the ranks of the last pipeline stage.
+since data-parallel ranks have different tokens. A draft is laid out like a layer, on the ranks of the last pipeline
+stage.
 """
 
 from __future__ import annotations
