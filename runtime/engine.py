@@ -11,6 +11,7 @@ Legend: R requests that get tokens in a step, γ drafts a block, T rows, V vocab
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import deque
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..comm.collectives import broadcast
+from ..comm.collectives import all_gather_ints, broadcast
 from ..comm.pipeline import StageLink
 from ..parallel.groups import Groups
 from .agreement import Agreement, Shapes, split_rows
@@ -79,8 +80,9 @@ class Engine:
         self.tree = PrefixTree(cache, num_snapshots) if num_snapshots else None
         caches = (cache, *drafter.caches) if num_snapshots else ()
         self._snapshots = [RingSnapshots(one, num_snapshots) for one in caches]
-        self._scheduler = Scheduler(cache, config.chunk_size, config.expected_share, self.tree)
+        self._scheduler = Scheduler(cache, config.chunk_size, config.expected_share, self.tree, config.mixed_chunk)
         self._loads = [(0, 0)] * groups.attn_dp.size
+        self._num_decoding = 0  # requests of all ranks that have got a token
         self._states: dict[int, RequestState] = {}
         self._numbers: dict[str, int] = {}
         self._next_number = itertools.count()
@@ -121,6 +123,7 @@ class Engine:
 
     def _forget(self, state: RequestState) -> None:
         del self._states[self._numbers.pop(state.request.request_id)]
+        self._num_decoding -= state.num_emitted > 0
         self._count(state, -1)
         if state.home == self.groups.attn_dp.rank:
             self._scheduler.finish(state)
@@ -144,6 +147,12 @@ class Engine:
     def counts(self) -> Counts:
         """What the scheduler of this DP rank has done so far."""
         return self._scheduler.counts
+
+    def take_counts(self) -> Counts:
+        """What the schedulers of all DP ranks have done since the last time. Collective over the job."""
+        mine = dataclasses.astuple(self._scheduler.counts)
+        self._scheduler.counts = Counts()
+        return Counts(*map(sum, zip(*all_gather_ints(mine, self.groups.attn_dp, self._device))))
 
     def step(self) -> list[TokenEvent]:
         """Run one step and return what it added to each request, without text. Collective over the job.
@@ -180,7 +189,8 @@ class Engine:
         return broadcast(logits, self.groups.pp, self._link.num_stages - 1)
 
     def _launch(self) -> Flight:
-        plan = self._scheduler.plan(self._link.num_stages)
+        num_beside = -(-self._num_decoding // self.groups.attn_dp.size)
+        plan = self._scheduler.plan(self._link.num_stages, num_beside)
         drafted = self._draft(plan)
         completed = [chunk.state for chunk in plan.chunks if chunk.completes]
         states = plan.decoding + completed
@@ -309,6 +319,7 @@ class Engine:
         state = self._states.get(row.number)
         if state is None:  # aborted while it was in flight
             return None
+        self._num_decoding += not state.num_emitted and len(row.tokens) > 0
         state.tokens += row.tokens
         # All but the last are in the cache; what was rejected behind them is overwritten before it is read.
         state.num_cached = len(state.tokens) - 1

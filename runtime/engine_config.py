@@ -32,7 +32,8 @@ class EngineConfig:
     ``model`` is a checkpoint folder (``None``: the bundled one). ``chunk_size`` counts prefill tokens a step and DP
     rank, ``max_running`` requests in flight, ``max_context`` tokens of prompt and continuation together (``None``:
     the model's own limit). ``dtype`` is the dtype of activations and unquantised weights, ``kernels`` the choice of
-    :func:`..layers.kernels.choose`.
+    :func:`..layers.kernels.choose`. ``mixed_chunk``: prefill tokens of a step beside up to 8 decoding requests a DP
+    rank, in proportion with more; ``None``: 24 on CPU, else as many as ``chunk_size``.
 
     The cache of a DP rank has ``cache_pages`` pages, or what fits into ``cache_bytes`` a rank, or enough for
     ``max_running`` requests of ``max_context`` tokens. ``admission``: "worst_case", "optimistic", or the share of its
@@ -48,6 +49,7 @@ class EngineConfig:
     dtype: str = "auto"
     kernels: str = "auto"
     chunk_size: int = 512
+    mixed_chunk: int | None = None
     max_running: int = 64
     max_context: int | None = None
     admission: str = "worst_case"
@@ -119,6 +121,7 @@ class EngineConfig:
                 raise ValueError(f"{_flag(name)} is {getattr(self, name)!r}; allowed: {', '.join(allowed)}")
         for name, low, high in (
             ("chunk_size", 1, MAX_CHUNK_SIZE),
+            ("mixed_chunk", 1, MAX_CHUNK_SIZE),
             ("max_running", 1, MAX_RUNNING),
             ("max_context", 2, None),
             ("gamma", 1, None),
@@ -184,12 +187,15 @@ def resolve(
         )
     default_dtype = {"cpu": "float32", "cuda": "bfloat16"}[device_type]
     dtype = default_dtype if config.dtype == "auto" else config.dtype
+    # On a CPU every row costs time, on a GPU rows beside decoding ones are nearly free for long.
+    default_mixed = {"cpu": min(24, config.chunk_size), "cuda": config.chunk_size}[device_type]
     return dataclasses.replace(
         config,
         model=model_dir,
         device=device_type,
         dtype=dtype,
         kernels=default_choice(device_type, getattr(torch, dtype)) if config.kernels == "auto" else config.kernels,
+        mixed_chunk=default_mixed if config.mixed_chunk is None else config.mixed_chunk,
         max_context=max_positions if config.max_context is None else config.max_context,
         draft=own_draft if config.draft == "auto" else config.draft,
         dispatch_backend="torch" if config.dispatch_backend == "auto" else config.dispatch_backend,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from .request import RequestOutput, TokenLogprob
+from .scheduler import Counts
 
 
 def output_to_json(output: RequestOutput) -> dict[str, Any]:
@@ -106,10 +108,11 @@ class Summary(NamedTuple):
     time_to_first_token: Spread | None
     time_per_token: Spread | None
     spec: SpecTotals | None
+    counts: Counts
 
     @classmethod
-    def of(cls, outputs: Sequence[RequestOutput], seconds: float) -> Summary:
-        """The summary of ``outputs``, which took ``seconds`` altogether."""
+    def of(cls, outputs: Sequence[RequestOutput], seconds: float, counts: Counts) -> Summary:
+        """The summary of ``outputs``, which took ``seconds`` altogether and the scheduler's ``counts``."""
         ran = [output for output in outputs if output.time_to_first_token is not None]
         return cls(
             num_requests=len(outputs),
@@ -126,6 +129,7 @@ class Summary(NamedTuple):
                 ]
             ),
             spec=SpecTotals.of(outputs),
+            counts=counts,
         )
 
     @property
@@ -145,6 +149,7 @@ class Summary(NamedTuple):
             "time_to_first_token_s": self.time_to_first_token and self.time_to_first_token.to_json(),
             "time_per_token_s": self.time_per_token and self.time_per_token.to_json(),
             "spec": self.spec and self.spec.to_json(),
+            "scheduler": dataclasses.asdict(self.counts),
         }
 
     def lines(self) -> list[str]:
@@ -163,4 +168,4 @@ class Summary(NamedTuple):
                 lines.append(f"{name}: mean {mean}, median {median}, 99th percentile {high}")
         if self.spec is not None:
             lines.append(self.spec.line())
-        return lines
+        return lines + self.counts.lines()

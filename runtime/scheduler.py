@@ -55,6 +55,20 @@ class Counts:
     retracted: int = 0
     lost_tokens: int = 0
 
+    def lines(self) -> list[str]:
+        """What was out of the ordinary, for people."""
+        lines = []
+        if self.hits:
+            lines.append(
+                f"prefix cache: {self.hit_tokens} of {self.prompt_tokens} tokens to prefill were there already, in "
+                f"{self.hits} of {self.admitted} admissions"
+            )
+        if self.retracted:
+            lines.append(
+                f"memory ran out: {self.retracted} retractions, {self.lost_tokens} tokens to be prefilled again"
+            )
+        return lines
+
 
 class Expectation:
     """Which share of its remaining new tokens a request is expected to get, when admission is optimistic.
@@ -89,12 +103,21 @@ class Scheduler:
 
     ``chunk_size``: prefill tokens a step may hold, less the decoding requests in it. ``expected``: the share of its new
     tokens that a request must find memory for to be admitted; None for all. ``tree``: stored prefixes, if any.
+    ``mixed_chunk``: prefill tokens of a step beside up to ``MIXED_ROWS`` decoding requests, in proportion with more, so
+    that the step stays about as long as one without; None for no such limit.
     """
 
+    MIXED_ROWS = 8
+
     def __init__(
-        self, cache: Cache, chunk_size: int, expected: float | None = None, tree: PrefixTree | None = None
+        self,
+        cache: Cache,
+        chunk_size: int,
+        expected: float | None = None,
+        tree: PrefixTree | None = None,
+        mixed_chunk: int | None = None,
     ) -> None:
-        self._cache, self._chunk_size, self._tree = cache, chunk_size, tree
+        self._cache, self._chunk_size, self._tree, self._mixed_chunk = cache, chunk_size, tree, mixed_chunk
         self._expected = None if expected is None else Expectation(expected)
         self._waiting: list[RequestState] = []  # the oldest last
         self._running: list[RequestState] = []  # the oldest first
@@ -126,10 +149,11 @@ class Scheduler:
         """Requests with memory."""
         return len(self._running)
 
-    def plan(self, num_flights: int = 1) -> StepPlan:
+    def plan(self, num_flights: int = 1, num_beside: int = 0) -> StepPlan:
         """Lay out the next step from requests that are not in flight, and admit what fits.
 
         ``num_flights``: steps that are under way at a time in a pipeline; each takes a share of the decoding requests.
+        ``num_beside``: requests of a DP rank that decode in the step or wait for its end, on the average of all ranks.
         """
         if self._tree is not None:
             for state in self._running:
@@ -141,7 +165,7 @@ class Scheduler:
                 self._expected.step()
             while self._waiting and self._admit(self._waiting[-1]):
                 self._waiting.pop()
-        plan = StepPlan(decoding, self._chunks(max(self._chunk_size - len(decoding), 1)), self._copies)
+        plan = StepPlan(decoding, self._chunks(self._budget(len(decoding), num_beside)), self._copies)
         self._copies = []
         for state in plan.states:
             state.num_flights += 1
@@ -182,6 +206,13 @@ class Scheduler:
             else:
                 decoding.append(state)
         return [state for state in decoding if state.slot != NO_SLOT]
+
+    def _budget(self, num_decoding: int, num_beside: int) -> int:
+        """Prefill tokens of a step."""
+        room = self._chunk_size - num_decoding
+        if self._mixed_chunk is not None and num_beside:
+            room = min(room, self._mixed_chunk * max(num_beside, self.MIXED_ROWS) // self.MIXED_ROWS)
+        return max(room, 1)
 
     def _chunks(self, budget: int) -> list[Chunk]:
         chunks = []

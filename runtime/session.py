@@ -94,3 +94,4 @@ class Session(Job):
             self.text.add(request.request_id, request.params)
         for _ in drive(self.engine, [request], self.text):
             pass
+        self.engine.take_counts()

@@ -234,7 +234,8 @@ def generate(weights: Engine, setting: Setting, prompt_lengths: Sequence[int], n
 
     ``weights``: an engine with the setting's draft; what it runs itself does not matter.
     """
-    changes = {"chunk_size": setting.chunk_size, "cp_split": setting.cp_split, "cp_decode": setting.cp_decode}
+    chunks = {"chunk_size": setting.chunk_size, "mixed_chunk": setting.chunk_size}
+    changes = chunks | {"cp_split": setting.cp_split, "cp_decode": setting.cp_decode}
     engine, vocab_size = sibling(weights, **changes), weights.model.config.vocab_size
     numbers = random.Random(7)
     params = SamplingParams(max_new_tokens=num_new, ignore_eos=True)

@@ -55,6 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--new-tokens", **count, default=64, help="most new tokens; counts are mixed (default 64)")
     parser.add_argument("--max-running", **count, default=64, help="requests at a time (default 64)")
     parser.add_argument("--chunk-size", **count, default=512, help="prefill tokens a step (default 512)")
+    parser.add_argument(
+        "--mixed-chunk", **count, help="prefill tokens a step beside 8 decoding requests (default: as generate)"
+    )
     parser.add_argument("--arrival-rate", type=float, metavar="X", help="requests a second (default: all at once)")
     parser.add_argument("--baseline-requests", **count, default=8, help="requests that run one by one (default 8)")
     parser.add_argument("--rounds", **count, default=3, help="runs of each system (default 3)")
@@ -65,7 +68,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens of the late prompt; 0 for none (default 4000)",
     )
-    parser.add_argument("--long-chunk", **count, default=32, help="prefill tokens a step in that part (default 32)")
     parser.add_argument("--prefix-cache", action="store_true", help="keep prefixes for requests that begin alike")
     parser.add_argument("--draft", default="none", metavar="NAME", help="auto (the checkpoint's own) or none (default)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of lengths and arrivals (default 0)")
@@ -80,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     long = min(args.long_prompt, config.max_position_embeddings - args.new_tokens)
     context = min(config.max_position_embeddings, max(args.prompt_tokens + args.new_tokens, long + 2))
     options = {"max_running": args.max_running, "chunk_size": args.chunk_size, "prefix_cache": args.prefix_cache}
-    options["draft"] = args.draft
+    options |= {"draft": args.draft, "mixed_chunk": args.mixed_chunk}
     with one_thread(), flags.open_alone(args, max_context=context, **options) as session:
         machine = machine_line(session.process.device)
         pool = flags.prompts_of(args, session, args.prompt_tokens)
@@ -89,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
             dtype = getattr(torch, session.config.dtype)
             baseline = TransformersSystem(transformers, session.config.model, dtype, session.process.device)
             served = compare(args, session, baseline, requests, pool)
-            gaps = gaps_beside(session, pool.joined(long), args) if long > 0 else None
+            gaps = gaps_beside(session, pool.joined(long)) if long > 0 else None
     pace = "all at once" if args.arrival_rate is None else f"{args.arrival_rate:g} a second"
     how = (
         f"{len(requests)} requests of {pool.about}, prompts of 8 to {args.prompt_tokens} tokens, 8 to "
@@ -97,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         f"median of {args.rounds} rounds in turning order"
     )
     setting = Setting(flags.measured(session), baseline.about, how, 1, machine)
-    report(args, setting, served, gaps)
+    report(args, setting, served, gaps, session.config.mixed_chunk)
     return EXIT_OK if served.difference is None else EXIT_FAILED
 
 
@@ -232,10 +234,10 @@ class Gaps(NamedTuple):
         }
 
 
-def gaps_beside(session: Session, long_prompt: Sequence[int], args: argparse.Namespace) -> Gaps:
+def gaps_beside(session: Session, long_prompt: Sequence[int]) -> Gaps:
     """Let requests decode; send ``long_prompt`` after as many steps as its prefill takes; go on as long after it."""
-    num_chunks = -(-len(long_prompt) // max(args.long_chunk - NUM_RUNNING, 1))
-    engine: Engine = sibling(session.engine, max_running=NUM_RUNNING + 1, chunk_size=args.long_chunk)
+    engine: Engine = sibling(session.engine, max_running=NUM_RUNNING + 1)
+    num_chunks = -(-len(long_prompt) // max(min(engine.config.chunk_size - NUM_RUNNING, engine.config.mixed_chunk), 1))
     room = engine.config.max_context - 8
     params = SamplingParams(max_new_tokens=min(4 * num_chunks + 8, room), ignore_eos=True)
     for i in range(NUM_RUNNING):
@@ -271,7 +273,7 @@ def gaps_beside(session: Session, long_prompt: Sequence[int], args: argparse.Nam
     return worst
 
 
-def report(args: argparse.Namespace, setting: Setting, served: Served, gaps: Gaps | None) -> None:
+def report(args: argparse.Namespace, setting: Setting, served: Served, gaps: Gaps | None, mixed_chunk: int) -> None:
     """Print tables or JSON."""
     ours = served.median("together")
     systems = {
@@ -294,7 +296,7 @@ def report(args: argparse.Namespace, setting: Setting, served: Served, gaps: Gap
     if gaps is not None:
         v = gaps.to_json()
         print(
-            f"\nlong prompt beside {NUM_RUNNING} running requests, chunks of {args.long_chunk}: longest gap "
+            f"\nlong prompt beside {NUM_RUNNING} running requests, chunks of {mixed_chunk}: longest gap "
             f"{v['longest_gap_ms']:.1f} ms, median gap of its life {v['median_gap_ms']:.1f} ms, ratio {gaps.ratio:.2f} "
             f"(median beside the prefill {v['median_gap_beside_prefill_ms']:.1f} ms, {gaps.num_steps} steps)"
         )

@@ -117,6 +117,13 @@ def add_chunk_size(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"prefill tokens per step (default {_DEFAULT.chunk_size})",
     )
+    parser.add_argument(
+        "--mixed-chunk",
+        type=int,
+        metavar="N",
+        help="prefill tokens per step beside up to 8 decoding requests, in proportion with more, so that these do not "
+        "wait long between two tokens (default: 24 on CPU, else --chunk-size)",
+    )
 
 
 def _add_speculation_flags(parser: argparse.ArgumentParser) -> None:

@@ -32,6 +32,7 @@ from ..progress import Progress, shown, silent
 from ..report import Summary, output_to_json
 from ..request import RequestOutput, SamplingParams
 from ..results_file import Earlier, ResultsFile, read_earlier
+from ..scheduler import Counts
 from ..session import Session
 from ..share import from_first, share_requests
 from .engine_flags import add_chunk_size, add_model_flags, join_job
@@ -143,13 +144,15 @@ def run(args: argparse.Namespace) -> int:
             if not session.is_first:
                 for _ in drive(session.engine, requests, None, times and Timed(times, session.world, session.device)):
                     pass
+                session.engine.take_counts()
                 return status
             if num_earlier:
                 log.info("%d results were there before, %d requests are left", num_earlier, len(inputs.order))
             printer = Printer(results, as_json=args.json, alone=len(requests) + len(inputs.refused) == 1)
             start = time.perf_counter()
             outputs = _finish(session, inputs, printer, times)
-            printer.close(in_order(outputs, inputs.order), time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+            printer.close(in_order(outputs, inputs.order), seconds, session.engine.take_counts())
     return status
 
 
@@ -230,9 +233,9 @@ class Printer:
         elif not self._as_json and self._sink is None:
             print(f"[{output.request_id}] {output.text}", flush=True)
 
-    def close(self, outputs: list[RequestOutput], seconds: float) -> None:
+    def close(self, outputs: list[RequestOutput], seconds: float, counts: Counts) -> None:
         """All requests came to their ends: the summary."""
-        summary = Summary.of(outputs, seconds)
+        summary = Summary.of(outputs, seconds, counts)
         if self._as_json:
             result = {"outputs": [output_to_json(output) for output in outputs], "summary": summary.to_json()}
             print(json.dumps(result, ensure_ascii=False), flush=True)

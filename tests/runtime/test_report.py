@@ -9,6 +9,7 @@ from dspark.runtime.drive import Collector, drive
 from dspark.runtime.progress import Lines, silent
 from dspark.runtime.report import Spread, Summary, output_to_json
 from dspark.runtime.request import Request, RequestOutput, SamplingParams, TokenEvent, TokenLogprob
+from dspark.runtime.scheduler import Counts
 
 
 def output(request_id, num_tokens, first, total, reason="length"):
@@ -19,7 +20,7 @@ def output(request_id, num_tokens, first, total, reason="length"):
 def test_summary_counts_what_ran():
     outputs = [output("a", 5, 0.5, 2.5), output("b", 1, 1.5, 1.5, "stop")]
     outputs.append(RequestOutput("c", (), (), "", "error", error="no"))
-    summary = Summary.of(outputs, 3.0)
+    summary = Summary.of(outputs, 3.0, Counts(5, 100, 2, 30, 1, 7))
     assert (summary.num_requests, summary.num_prompt_tokens, summary.num_new_tokens) == (3, 6, 6)
     assert summary.finish_reasons == {"error": 1, "length": 1, "stop": 1}
     assert summary.tokens_per_s == 2.0
@@ -27,7 +28,10 @@ def test_summary_counts_what_ran():
     assert summary.time_per_token == Spread(0.5, 0.5, 0.5)
     text = "\n".join(summary.lines())
     assert "3 requests (1 error, 1 length, 1 stop)" in text and "2.0 tokens/s" in text and "500.0 ms" in text
-    nothing = Summary.of(outputs[2:], 0.0)
+    assert "30 of 100 tokens to prefill" in text and "2 of 5 admissions" in text and "1 retractions" in text
+    assert summary.to_json()["scheduler"]["hit_tokens"] == 30
+    nothing = Summary.of(outputs[2:], 0.0, Counts())
+    assert len(nothing.lines()) == 1
     assert nothing.to_json()["time_per_token_s"] is None and nothing.tokens_per_s == 0.0
 
 

@@ -267,7 +267,7 @@ def test_rings_of_many_requests_leave_no_room_for_a_page():
 
 def tiny_engine(groups=None, model=None, **options):
     config = resolve(
-        EngineConfig(**{"max_context": 700, "max_running": 12, "chunk_size": 400, **options}),
+        EngineConfig(**{"max_context": 700, "max_running": 12, "chunk_size": 400, "mixed_chunk": 400, **options}),
         model_dir="",
         device_type="cpu",
         max_positions=2048,
@@ -414,3 +414,40 @@ def test_an_abort_while_steps_are_under_way_frees_memory_when_they_land(run_rank
         return same, all(ids == want[name][: len(ids)] for name, ids in tokens.items()), engine.cache.bytes_in_use
 
     assert run_ranks(aborting, 2) == [(True, True, 0)] * 2
+
+
+def test_prefill_beside_decoding_requests_has_a_budget_of_its_own():
+    """8 tokens beside up to 8 requests that decode on the average rank, in proportion with more; all of the chunk where
+    nobody decodes."""
+    want = {0: 64, 1: 8, 8: 8, 9: 9, 40: 40, 1000: 64}
+    for num_beside, budget in want.items():
+        scheduler = Scheduler(new_cache(4, 64), 64, mixed_chunk=8)
+        scheduler.add(new_state(1, 100, 4))
+        assert [chunk.num_tokens for chunk in scheduler.plan(1, num_beside).chunks] == [budget]
+
+
+def chunks_of(groups, plan, monkeypatch):
+    """The chunks of a long prompt that comes when a short request decodes, on the rank that has it."""
+    seen = []
+    monkeypatch.setattr(Scheduler, "plan", lambda self, *numbers: seen.append(plan(self, *numbers)) or seen[-1])
+    engine = tiny_engine(groups, chunk_size=64, mixed_chunk=8)
+    for name, ids, num_new in (("short", (1,) * 5, 12), ("long", (3,) * 200, 2)):
+        engine.add(Request(name, ids, SamplingParams(max_new_tokens=num_new, ignore_eos=True)))
+        engine.step()
+    while engine.has_work():
+        engine.step()
+    return [c.num_tokens for plan in seen for c in plan.chunks if c.state.request.request_id == "long"]
+
+
+def test_a_long_prompt_comes_in_small_chunks_while_others_decode(monkeypatch, run_ranks):
+    """Also while they decode on another DP rank only, since all ranks wait for the longest step."""
+    want = [8] * 11 + [64, 48]
+    assert chunks_of(None, Scheduler.plan, monkeypatch) == want
+    plan = Scheduler.plan
+
+    def two(rank, world):
+        return chunks_of(Groups.build(Topology(tp=2, dp=2), rank), plan, pytest.MonkeyPatch())
+
+    monkeypatch.undo()
+    plan = Scheduler.plan
+    assert run_ranks(two, 2) == [[], want]

@@ -71,7 +71,7 @@ def test_requests_come_when_it_is_their_time():
 
 def test_the_whole_benchmark_on_a_few_requests(capsys):
     flags = "--requests 4 --new-tokens 10 --prompt-tokens 12 --rounds 1 --baseline-requests 2 --long-prompt 90".split()
-    assert main(["bench", "serve", *flags, "--long-chunk", "24", "--arrival-rate", "200", "--json"]) == 0
+    assert main(["bench", "serve", *flags, "--mixed-chunk", "24", "--arrival-rate", "200", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["ids_equal"] is True and result["completed"] == 4
     for name in ("one_by_one", "transformers_one_by_one", "transformers_batch_8"):
