@@ -182,6 +182,7 @@ class Cache:
     def share(self, slot: int, pages: list[int]) -> None:
         """Append ``pages``, which others may hold too, to those of ``slot``. Shared pages must be full."""
         held = self._pages[slot]
+        assert len(held) + len(pages) <= self.page_table.shape[1], (slot, len(held), len(pages), self.page_table.shape)
         self.page_table[slot, len(held) : len(held) + len(pages)] = torch.tensor(
             pages, dtype=torch.int32, device=self.page_table.device
         )

@@ -177,7 +177,8 @@ def resolve(
         max_positions: the longest context the model was made for, in tokens.
         own_draft: the draft that the checkpoint brings, ``"none"`` if it has none.
 
-    Raises ``ValueError`` for options out of range, or a ``max_context`` above ``max_positions``.
+    Raises ``ValueError`` for options out of range, a ``max_context`` above ``max_positions``, or options of a draft
+    where there is none.
     """
     config.validate()
     if config.max_context is not None and config.max_context > max_positions:
@@ -185,6 +186,9 @@ def resolve(
             f"--max-context is {config.max_context}, but the model has {max_positions} positions "
             "(max_position_embeddings); choose at most that"
         )
+    draft = own_draft if config.draft == "auto" else config.draft
+    if draft == "none":
+        _check_no_draft_options(config)
     default_dtype = {"cpu": "float32", "cuda": "bfloat16"}[device_type]
     dtype = default_dtype if config.dtype == "auto" else config.dtype
     # On a CPU every row costs time, on a GPU rows beside decoding ones are nearly free for long.
@@ -197,9 +201,18 @@ def resolve(
         kernels=default_choice(device_type, getattr(torch, dtype)) if config.kernels == "auto" else config.kernels,
         mixed_chunk=default_mixed if config.mixed_chunk is None else config.mixed_chunk,
         max_context=max_positions if config.max_context is None else config.max_context,
-        draft=own_draft if config.draft == "auto" else config.draft,
+        draft=draft,
         dispatch_backend="torch" if config.dispatch_backend == "auto" else config.dispatch_backend,
     )
+
+
+def _check_no_draft_options(config: EngineConfig) -> None:
+    """Options that would silently do nothing: ``--gamma`` is refused where the draft is loaded."""
+    for name in ("sps_table", "sts", "confidence_threshold", "block_verify"):
+        value = getattr(config, name)
+        if value not in (None, False):
+            shown = _flag(name) if value is True else f"{_flag(name)} {value}"
+            raise ValueError(f"{shown} is for a draft, but there is none; leave it out")
 
 
 def _flag(name: str) -> str:

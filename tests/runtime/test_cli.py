@@ -43,6 +43,11 @@ def launch(args, world=None, **options):
         (["generate", *PROMPT, "--model", "/nowhere"], "/nowhere"),
         (["generate", *PROMPT, "--tp", "3"], "tp * pp = 3 * 1 = 3, but there are 1 ranks"),
         (["generate", *PROMPT, "--overlap", "tbo"], "--overlap tbo is not available yet in this version"),
+        (
+            ["generate", *PROMPT, "--draft", "none", "--block-verify"],
+            "--block-verify is for a draft, but there is none",
+        ),
+        (["generate", *PROMPT, "--draft", "none", "--sts", "t.json"], "--sts t.json is for a draft"),
         (["generate", *PROMPT, "--draft", "mystery"], "unknown draft 'mystery'; there are none"),
         (["generate", "--input", "/nowhere/in.jsonl"], "/nowhere/in.jsonl"),
         (["generate", *PROMPT, "--output", "/nowhere/out.jsonl"], "/nowhere/out.jsonl"),
