@@ -27,6 +27,7 @@ from .cache import Cache
 from .decide import Drafted, Ends, Recorder, StopStrings, make_decider
 from .draft import Drafter, DraftRequests
 from .engine_config import EngineConfig
+from .homes import PrefixHomes
 from .models.base import Model, ModelOutput
 from .outcome import Outcome, read_logprobs, table_width
 from .prefix import PrefixTree, RingSnapshots
@@ -78,10 +79,12 @@ class Engine:
         self._agreement = Agreement(groups, self._device)
         num_snapshots = config.num_snapshots
         self.tree = PrefixTree(cache, num_snapshots) if num_snapshots else None
+        num_ranks = groups.attn_dp.size
+        self._homes = PrefixHomes(cache.layout.page_tokens, num_snapshots, num_ranks) if num_snapshots else None
         caches = (cache, *drafter.caches) if num_snapshots else ()
         self._snapshots = [RingSnapshots(one, num_snapshots) for one in caches]
         self._scheduler = Scheduler(cache, config.chunk_size, config.expected_share, self.tree, config.mixed_chunk)
-        self._loads = [(0, 0)] * groups.attn_dp.size
+        self._loads = [(0, 0)] * num_ranks
         self._num_decoding = 0  # requests of all ranks that have got a token
         self._states: dict[int, RequestState] = {}
         self._numbers: dict[str, int] = {}
@@ -95,12 +98,16 @@ class Engine:
         assert request.request_id not in self._numbers, f"request {request.request_id!r} was added twice"
         self.check_fits(request)
         eos, max_context = self.model.config.eos_token_ids, self.config.max_context
-        number, home = next(self._next_number), lightest(self._loads)
+        number, home = next(self._next_number), self._home(request.prompt_ids)
         state = RequestState.start(request, max_context, eos, self.config.seed, self.drafter.gamma, number, home)
         self._numbers[request.request_id], self._states[number] = number, state
         self._count(state, 1)
         if home == self.groups.attn_dp.rank:
             self._scheduler.add(state)
+
+    def _home(self, prompt: tuple[int, ...]) -> int:
+        """The DP rank for a request with ``prompt``; all ranks agree."""
+        return lightest(self._loads) if self._homes is None else self._homes.place(prompt, self._loads)
 
     def check_fits(self, request: Request) -> None:
         """Raise ``ValueError`` naming the sizes if the cache could not hold ``request`` even alone."""
