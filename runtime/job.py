@@ -125,7 +125,7 @@ class _Plan:
         check_supported(given)
         self.folder = pathlib.Path(given.model) if given.model else bundled_model()
         self.model = load_model_config(self.folder)
-        check_layout(self.model, topology, given.all_to_all)
+        check_layout(self.model, topology, given.all_to_all, given.draft != "none")
         self.config = resolve(
             given,
             model_dir=str(self.folder),

@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
 def check(folder: str, config: Config, chosen: Sequence[Topology]) -> None:
     """Raise ``ValueError`` for a layout that the model cannot be cut like."""
     for topology in chosen:
-        problems = layout_problems(config, topology)
+        problems = layout_problems(config, topology, with_draft=False)
         if problems:
             raise ValueError(f"{folder} as {name_of(topology)}: {'; '.join(problems)}")
 
@@ -150,7 +150,7 @@ def layouts(config: Config, max_ranks: int) -> Iterator[Topology]:
                     fits = pp * tp <= max_ranks and pp <= config.num_layers
                     for ep, moe_dp in expert_cuts(pp, cp, tp) if fits else ():
                         topology = Topology(tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, moe_dp=moe_dp)
-                        if not layout_problems(config, topology):
+                        if not layout_problems(config, topology, with_draft=False):
                             yield topology
 
 
@@ -163,8 +163,10 @@ def expert_cuts(pp: int, cp: int, tp: int) -> list[tuple[int, int]]:
 
 
 def settings(config: Config, topology: Topology, quick: bool) -> list[Setting]:
-    """The runs of one layout; the splits of context parallelism and the dispatchers only where there is any choice."""
-    drafts = ["none"] if config.dspark is None else ["none", "dspark"]
+    """The runs of one layout; the splits of context parallelism and the dispatchers only where there is any choice,
+    the draft where it fits."""
+    has_draft = config.dspark is not None and not layout_problems(config, topology)
+    drafts = ["none", "dspark"] if has_draft else ["none"]
     travelling = [name for name in DISPATCHERS if topology.ep > 1 and dispatcher_class(name).all_to_all]
     if quick:
         travelling = travelling[-1:]

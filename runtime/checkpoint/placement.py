@@ -33,20 +33,23 @@ class RankWeights(NamedTuple):
     draft: int
 
 
-def layout_problems(config: Config, topology: Topology, all_to_all: bool = False) -> list[str]:
+def layout_problems(config: Config, topology: Topology, all_to_all: bool = False, with_draft: bool = True) -> list[str]:
     """What keeps ``config`` from being cut like ``topology`` (whose own rules already hold): both numbers each.
 
-    ``all_to_all``: whether rows travel to their experts.
+    ``all_to_all``: whether rows travel to their experts. ``with_draft``: whether the draft that it may bring is used.
     """
     problems = family(config.model_type).problems(config, topology, all_to_all)
+    if with_draft and config.dspark is not None and config.dspark.num_routed_experts % topology.ep:
+        num_experts = config.dspark.num_routed_experts
+        problems.append(f"the draft's routed experts = {num_experts} is not divisible by ep = {topology.ep}")
     if topology.pp > config.num_layers:
         problems.append(f"pp = {topology.pp} exceeds the {config.num_layers} layers")
     return problems
 
 
-def check_layout(config: Config, topology: Topology, all_to_all: bool) -> None:
+def check_layout(config: Config, topology: Topology, all_to_all: bool, with_draft: bool) -> None:
     """Raise ``ValueError`` with the first of :func:`layout_problems`, if there are any."""
-    for problem in layout_problems(config, topology, all_to_all):
+    for problem in layout_problems(config, topology, all_to_all, with_draft):
         raise ValueError(f"the layout does not fit the model: {problem}")
 
 

@@ -50,12 +50,10 @@ class DeepseekV4Family:
     @classmethod
     def problems(cls, config: ModelConfig, topology: Topology, all_to_all: bool) -> list[str]:
         """See :meth:`.base.Family.problems`."""
-        draft_experts = config.dspark.num_routed_experts if config.dspark is not None else config.num_experts
         demands = (
             ("num_attention_heads", config.num_heads, "attn_tp", topology.attn_tp),
             ("o_groups", config.o_groups, "attn_tp", topology.attn_tp),
             ("n_routed_experts", config.num_experts, "ep", topology.ep),
-            ("the draft's routed experts", draft_experts, "ep", topology.ep),
             ("moe_intermediate_size", config.moe_intermediate_size, "moe_tp", topology.moe_tp),
             shared_demand(config.moe_intermediate_size, topology, all_to_all),
         )
