@@ -6,7 +6,7 @@ only its rank's slice. None has a bias, since no model here has one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -126,17 +126,43 @@ class QKVParallelLinear(MergedLinear):
 class RowParallelLinear:
     """Input features cut over ``group``: [T, in / W] -> [T, out], summed over the group (collective).
 
-    ``partial`` gives this rank's summand instead; whoever takes it must finish the sum exactly once.
+    ``partial`` gives this rank's summand instead; whoever takes it must finish the sum exactly once. Where the kernels
+    keep sums whole, see :func:`whole_columns`.
     """
 
     def __init__(self, source: Scope, name: str, num_in: int, group: Group, kernels: Kernels) -> None:
         part = shard(name, f"{name} input features", num_in, group)
-        self.weight = source.take(name, dim=1, start=part.start, stop=part.stop).t().contiguous()
         self._group = group
-        self.partial = kernels.bind("linear", weight=self.weight)
+        if kernels.whole_sums and group.size > 1:
+            self.partial = whole_columns(source.take(name), group, kernels)
+        else:
+            self.partial = kernels.bind(
+                "linear", weight=source.take(name, dim=1, start=part.start, stop=part.stop).t().contiguous()
+            )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return all_reduce(self.partial(x), self._group)
+
+
+def columns_of(num_out: int, group: Group) -> slice:
+    """The output columns of this rank where a product is cut by them; they need not divide."""
+    return slice(num_out * group.rank // group.size, num_out * (group.rank + 1) // group.size)
+
+
+def whole_columns(weight: torch.Tensor, group: Group, kernels: Kernels) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The product of shared-out inputs with ``weight`` [out, in], with no sum rounded otherwise than on one rank.
+
+    The inputs [T, in / W] are gathered (collective), and each rank computes some columns whole: its summand [T, out]
+    has those, and zeros, which are added without rounding in any order.
+    """
+    num_out, here = weight.shape[0], columns_of(weight.shape[0], group)
+    linear = kernels.bind("linear", weight=weight[here].t().contiguous())
+
+    def partial(x: torch.Tensor) -> torch.Tensor:
+        y = linear(all_gather(x, group, dim=-1))
+        return torch.nn.functional.pad(y, (here.start, num_out - here.stop))
+
+    return partial
 
 
 class GroupedColumnParallelLinear:

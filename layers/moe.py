@@ -15,11 +15,12 @@ from typing import NamedTuple
 
 import torch
 
+from ..comm.collectives import all_reduce
 from ..comm.dispatch import Exchange, Received
 from ..parallel.groups import Group, Groups
 from .kernels import Kernels
 from .kernels.moe import Routing
-from .linear import MergedColumnParallelLinear, RowParallelLinear, divide
+from .linear import MergedColumnParallelLinear, RowParallelLinear, columns_of, divide
 from .params import Scope
 from .probe import Probe
 
@@ -90,6 +91,46 @@ class Experts:
         return self._forward(received.x[rows], Routing(received.experts[rows], received.weights[rows]))
 
 
+class WholeSumExperts:
+    """As :class:`Experts`, such that no sum is rounded otherwise than on one rank.
+
+    The first products are cut as there. What comes out of them is brought together (collective), and the second
+    products, of all experts, are cut by output columns over ``group``; the summand has those columns, and zeros.
+    """
+
+    def __init__(self, source: Scope, sizes: MoESizes, groups: Groups, kernels: Kernels) -> None:
+        self._group, self._moe_tp = groups.moe_block, groups.moe_tp
+        share = divide("expert width", sizes.width, groups.moe_tp)
+        num_local = divide("number of routed experts", sizes.num_experts, groups.moe_ep)
+        self._first, self._width = groups.moe_ep.rank * num_local, sizes.width
+        self._columns, self._num_out = columns_of(sizes.hidden_size, self._group), sizes.hidden_size
+        span = {"start": self._moe_tp.rank * share, "stop": (self._moe_tp.rank + 1) * share}
+        columns = {"start": self._columns.start, "stop": self._columns.stop}
+        scopes = [source.scope(str(expert)) for expert in range(sizes.num_experts)]
+        gate_up = [
+            torch.cat((weights.take("w1.weight", **span), weights.take("w3.weight", **span))).t()
+            for weights in scopes[self._first : self._first + num_local]
+        ]
+        down = [weights.take("w2.weight", **columns).t() for weights in scopes]
+        self._inner = kernels.bind("experts_inner", gate_up=torch.stack(gate_up), limit=sizes.limit)
+        self._outer = kernels.bind("experts_outer", down=torch.stack(down))
+
+    def __call__(self, received: Received, rows: torch.Tensor | slice) -> torch.Tensor:
+        """This rank's summand [T, D] for the given ``rows`` of those received, which are the same on all ranks."""
+        x, local = received.x[rows], received.experts[rows]
+        inner = self._inner(x, local)
+        # Each number comes from one rank, beside zeros of the others; so do the experts' ids plus one.
+        start, stop = self._moe_tp.rank * inner.shape[2], (self._moe_tp.rank + 1) * inner.shape[2]
+        message = x.new_zeros((*local.shape, self._width + 1))
+        message[..., start:stop] = inner
+        if self._moe_tp.rank == 0:
+            message[..., -1] = torch.where(local >= 0, local + self._first + 1, 0)
+        message = all_reduce(message, self._group)
+        experts = message[..., -1].long() - 1
+        y = self._outer(message[..., :-1], Routing(experts, received.weights[rows]))
+        return torch.nn.functional.pad(y, (self._columns.start, self._num_out - self._columns.stop))
+
+
 class SharedExpert:
     """The expert of every token, cut by width over ``group``; gives this rank's summand [T, D]."""
 
@@ -111,7 +152,10 @@ class MoE:
     ) -> None:
         self._layer, self._adds_shared = layer, all_to_all
         self._router = Router(source.scope("gate"), sizes, kernels)
-        self._experts = Experts(source.scope("experts"), sizes, groups.moe_ep, groups.moe_tp, kernels)
+        if kernels.whole_sums and groups.moe_block.size > 1:
+            self._experts = WholeSumExperts(source.scope("experts"), sizes, groups, kernels)
+        else:
+            self._experts = Experts(source.scope("experts"), sizes, groups.moe_ep, groups.moe_tp, kernels)
         shared_by = groups.alone() if all_to_all else groups.moe_block
         self._shared = SharedExpert(source.scope("shared_experts"), sizes, shared_by, kernels)
 

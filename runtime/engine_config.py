@@ -143,6 +143,11 @@ class EngineConfig:
         for name in ("model", "sps_table", "sts"):
             if getattr(self, name) == "" or not isinstance(getattr(self, name), (str, os.PathLike, type(None))):
                 raise ValueError(f"{_flag(name)} is {getattr(self, name)!r}; allowed: a path")
+        if self.deterministic and self.dispatcher != "standard":
+            raise ValueError(
+                f"--deterministic needs the dispatcher standard: with {self.dispatcher}, sums of rows that travel are "
+                "rounded in another order"
+            )
         cut = self.confidence_threshold
         if cut is not None and not (type(cut) in (int, float) and 0 <= cut <= 1):
             raise ValueError(f"--confidence-threshold is {cut!r}; allowed: a number from 0 to 1")

@@ -38,6 +38,8 @@ TWINS = {
     "route_hashed": "moe",
     "swiglu": "moe",
     "experts_forward": "moe",
+    "experts_inner": "moe",
+    "experts_outer": "moe",
 }
 
 
@@ -73,6 +75,8 @@ COMPILED = {
             "route_hashed": "cpu.moe",
             "swiglu": "cpu.moe",
             "experts_forward": "cpu.moe",
+            "experts_inner": "cpu.moe",
+            "experts_outer": "cpu.moe",
         },
         frozenset(),
     ),
@@ -107,7 +111,8 @@ class Kernels:
     """The implementations of one backend, ``"torch"`` or a key of :data:`COMPILED`.
 
     ``deterministic``: every row is computed by itself, bitwise the same whatever else is in the step. Only compiled
-    backends can promise that; ``ValueError`` otherwise.
+    backends can promise that; ``ValueError`` otherwise. ``whole_sums``: so are sums over ranks, since layers cut
+    products whose inputs are shared out by their outputs instead.
     """
 
     def __init__(self, backend: str, deterministic: bool = False) -> None:
@@ -117,6 +122,7 @@ class Kernels:
             raise ValueError("--deterministic needs compiled kernels: float32 on the CPU, with the extra dspark[cpu]")
         self.backend, self._deterministic = backend, deterministic
         self._compiled = COMPILED.get(backend, Backend("", {}, frozenset()))
+        self.whole_sums = deterministic and "experts_outer" in self._compiled.modules
 
     def bind(self, operation: str, **weights: object) -> Callable[..., object]:
         """``operation`` with its weights fixed: a callable of the activations."""

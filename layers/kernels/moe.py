@@ -100,3 +100,23 @@ def experts_forward(
             out.index_add_(0, rows, y.float() * routing.weights.flatten()[picks].unsqueeze(1))
             begin += count
     return out.to(x.dtype)
+
+
+def experts_inner(x: torch.Tensor, experts: torch.Tensor, gate_up: torch.Tensor, limit: float) -> torch.Tensor:
+    """The first half of :func:`experts_forward`: ``swiglu(gate_up_e(x))`` of every chosen expert, [T, k, I]; zeros
+    where ``experts`` [T, k] has -1."""
+    inner = torch.zeros((*experts.shape, gate_up.shape[2] // 2), dtype=x.dtype, device=x.device)
+    for expert in range(gate_up.shape[0]):
+        rows, places = (experts == expert).nonzero(as_tuple=True)
+        inner[rows, places] = swiglu(x[rows] @ gate_up[expert], limit)
+    return inner
+
+
+def experts_outer(inner: torch.Tensor, routing: Routing, down: torch.Tensor) -> torch.Tensor:
+    """The second half: the weighted sum of ``down_e(inner)`` [T, C], for ``inner`` [T, k, I] and ``down`` [E, I, C]."""
+    out = torch.zeros((inner.shape[0], down.shape[2]), dtype=torch.float32, device=inner.device)
+    for expert in range(down.shape[0]):
+        rows, places = (routing.experts == expert).nonzero(as_tuple=True)
+        y = (inner[rows, places] @ down[expert]).float()
+        out.index_add_(0, rows, y * routing.weights[rows, places].unsqueeze(1))
+    return out.to(inner.dtype)

@@ -56,7 +56,7 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="tokens of prompt and continuation together (default: the model's own limit)",
     )
     group.add_argument("--seed", type=int, default=_DEFAULT.seed, metavar="N", help="of sampling (default 0)")
-    group.add_argument("--deterministic", action="store_true", help="results do not depend on batch composition")
+    group.add_argument("--deterministic", action="store_true", help="bitwise the same results in any batch and layout")
 
 
 def add_limit_flags(parser: argparse.ArgumentParser) -> None:

@@ -112,22 +112,23 @@ def _by_expert(experts, num_experts):
 
 
 @jit
-def _experts(x_at, experts, weights_at, gate_up, down, limit, out):
-    """``gate_up`` and ``down`` are packed."""
-    num_experts, inner_width = down.shape[0], down.shape[2]
-    width, top_k = out.shape[1], experts.shape[1]
-    x, weights = floats(x_at, out.shape), floats(weights_at, experts.shape)
-    order, begins = _by_expert(experts, num_experts)
+def _most(begins):
+    """The picks of the busiest expert."""
     most = 0
-    for e in range(num_experts):
+    for e in range(begins.shape[0] - 1):
         most = max(most, begins[e + 1] - begins[e])
-    rows = np.empty((most, width), np.float32)
-    hidden = np.empty((most, 2 * inner_width), np.float32)
-    inner = np.empty((most, inner_width), np.float32)
-    for i in range(out.shape[0]):
-        for j in range(width):
-            out[i, j] = 0
-    for e in range(num_experts):
+    return most
+
+
+@jit
+def _inner(x_at, width, experts, gate_up, limit, inner):
+    """``inner`` [T k, I] is zero where there is no expert; ``gate_up`` is packed."""
+    num_rows, top_k = experts.shape
+    x = floats(x_at, (num_rows, width))
+    order, begins = _by_expert(experts, gate_up.shape[0])
+    most = _most(begins)
+    rows, hidden = np.empty((most, width), np.float32), np.empty((most, 2 * inner.shape[1]), np.float32)
+    for e in range(gate_up.shape[0]):
         picks = order[begins[e] : begins[e + 1]]
         count = picks.shape[0]
         if count == 0:
@@ -137,12 +138,37 @@ def _experts(x_at, experts, weights_at, gate_up, down, limit, out):
                 rows[n, j] = x[picks[n] // top_k, j]
         packed_product(rows[:count], gate_up[e], hidden[:count])
         for n in range(count):
-            _swiglu_row(hidden[n], limit, inner[n])
-        packed_product(inner[:count], down[e], rows[:count])
+            _swiglu_row(hidden[n], limit, inner[picks[n]])
+
+
+@jit
+def _outer(inner, experts, weights_at, down, out):
+    """``out`` is zero before; ``down`` is packed."""
+    num_rows, top_k = experts.shape
+    width, weights = out.shape[1], floats(weights_at, (num_rows, top_k))
+    order, begins = _by_expert(experts, down.shape[0])
+    most = _most(begins)
+    rows, sums = np.empty((most, inner.shape[1]), np.float32), np.empty((most, width), np.float32)
+    for e in range(down.shape[0]):
+        picks = order[begins[e] : begins[e + 1]]
+        count = picks.shape[0]
+        if count == 0:
+            continue
+        for n in range(count):
+            for j in range(inner.shape[1]):
+                rows[n, j] = inner[picks[n], j]
+        packed_product(rows[:count], down[e], sums[:count])
         for n in range(count):
             i, k = picks[n] // top_k, picks[n] % top_k
             for j in range(width):
-                out[i, j] += weights[i, k] * rows[n, j]
+                out[i, j] += weights[i, k] * sums[n, j]
+
+
+@jit
+def _experts(x_at, experts, weights_at, gate_up, down, limit, out):
+    inner = np.zeros((experts.size, down.shape[2]), np.float32)
+    _inner(x_at, out.shape[1], experts, gate_up, limit, inner)
+    _outer(inner, experts, weights_at, down, out)
 
 
 def bind_route_scored(
@@ -196,8 +222,34 @@ def bind_experts_forward(
 
     def experts_forward(x: torch.Tensor, routing: Routing) -> torch.Tensor:
         x, weights = x.contiguous(), routing.weights.contiguous()
-        out = np.empty(x.shape, np.float32)
+        out = np.zeros(x.shape, np.float32)
         _experts(address(x), routing.experts.contiguous().numpy(), address(weights), *packed, out)
         return torch.from_numpy(out)
 
     return experts_forward
+
+
+def bind_experts_inner(gate_up: torch.Tensor, limit: float) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """See :func:`..moe.experts_inner`."""
+    panels, bound, width = pack(gate_up), np.float32(limit), gate_up.shape[2] // 2
+
+    def experts_inner(x: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        x, chosen = x.contiguous(), experts.contiguous().numpy()
+        inner = np.zeros((chosen.size, width), np.float32)
+        _inner(address(x), x.shape[1], chosen, panels, bound, inner)
+        return torch.from_numpy(inner).view(*chosen.shape, width)
+
+    return experts_inner
+
+
+def bind_experts_outer(down: torch.Tensor) -> Callable[[torch.Tensor, Routing], torch.Tensor]:
+    """See :func:`..moe.experts_outer`."""
+    panels, width = pack(down), down.shape[2]
+
+    def experts_outer(inner: torch.Tensor, routing: Routing) -> torch.Tensor:
+        picks, weights = inner.contiguous().flatten(0, 1), routing.weights.contiguous()
+        out = np.zeros((inner.shape[0], width), np.float32)
+        _outer(picks.numpy(), routing.experts.contiguous().numpy(), address(weights), panels, out)
+        return torch.from_numpy(out)
+
+    return experts_outer
