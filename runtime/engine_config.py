@@ -20,7 +20,7 @@ CP_DECODES = ("split", "replicate")
 EXPECTED_SHARES = {"worst_case": None, "optimistic": 0.7}
 OVERLAP_MODES = ("none", "tbo", "sbo")
 DISPATCHERS = ("standard", "normal", "low_latency", "auto")
-DISPATCH_BACKENDS = ("auto", "torch", "deep_ep")
+DISPATCH_BACKENDS = ("auto", "torch", "deep_ep", "deep_ep_elastic")
 MAX_CHUNK_SIZE = 1 << 20
 MAX_RUNNING = 1 << 16
 
@@ -156,15 +156,13 @@ class EngineConfig:
             raise ValueError("--cache-pages and --cache-bytes both size the cache; give one of them")
         if self.prefix_pages is not None and not self.prefix_cache:
             raise ValueError(f"--prefix-pages {self.prefix_pages} keeps nothing without --prefix-cache")
+        _ = dispatcher_class(self.dispatcher, "torch" if self.dispatch_backend == "auto" else self.dispatch_backend)
         return self
 
 
 def check_supported(config: EngineConfig) -> None:
     """Raise ``ValueError`` for options that are understood but not built yet. Remove a line when its feature lands."""
-    for name, built in (
-        ("overlap", ("none",)),
-        ("dispatch_backend", ("auto", "torch")),
-    ):
+    for name, built in (("overlap", ("none",)),):
         value = getattr(config, name)
         if value not in built:
             shown = _flag(name) if value is True else f"{_flag(name)} {value}"

@@ -23,6 +23,8 @@ DISPATCHERS: dict[str, dict[str, str]] = {
         "low_latency": "low_latency:LowLatency",
         "auto": "auto:Auto",
     },
+    "deep_ep": {"normal": "deep_ep:Normal", "low_latency": "deep_ep:LowLatency", "auto": "deep_ep:Auto"},
+    "deep_ep_elastic": dict.fromkeys(("normal", "low_latency", "auto"), "deep_ep_elastic:Elastic"),
 }
 
 

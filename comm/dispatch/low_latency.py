@@ -17,7 +17,7 @@ import torch
 from ...parallel.groups import Groups
 from ..collectives import all_to_all, start_all_to_all_v
 from .base import DispatchSizes, Order, Received, StepRows
-from .rows import Cut, aligned, most_rows, num_pieces
+from .rows import Cut, aligned, check_most_rows, num_pieces
 
 FP8_GROUP = 128
 """Neighbouring numbers that share a scale."""
@@ -67,13 +67,7 @@ class LowLatency:
     def open(self, rows: StepRows) -> None:
         """See :meth:`.base.Dispatcher.open`."""
         self._order.enter("open")
-        most = most_rows(rows, self._groups)
-        limit = self._sizes.max_tokens_per_rank
-        if most > limit:
-            raise ValueError(
-                f"a rank would send {most} rows at once, but buffers are for {limit} (--max-tokens-per-rank); "
-                "send fewer rows in a step, or use the dispatcher auto or normal"
-            )
+        most = check_most_rows(rows, self._groups, self._sizes.max_tokens_per_rank)
         self._num_pieces = num_pieces(rows, most)
 
     def begin_dispatch(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> None:

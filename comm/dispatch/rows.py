@@ -26,6 +26,17 @@ def most_rows(rows: StepRows, groups: Groups) -> int:
     return max(sum(by_rank[first : first + width]) for first in range(0, len(by_rank), width))
 
 
+def check_most_rows(rows: StepRows, groups: Groups, limit: int) -> int:
+    """:func:`most_rows`; ``ValueError``, the same on every rank, if they are more than buffers are for."""
+    most = most_rows(rows, groups)
+    if most > limit:
+        raise ValueError(
+            f"a rank would send {most} rows at once, but buffers are for {limit} (--max-tokens-per-rank); "
+            "send fewer rows in a step, or use the dispatcher auto or normal"
+        )
+    return most
+
+
 def num_pieces(rows: StepRows, most_rows: int) -> int:
     """Into how many pieces a combine is cut when a rank sends ``most_rows`` rows at most."""
     return min(MAX_PIECES, max(1, -(-most_rows // BLOCK))) if rows.in_pieces else 1

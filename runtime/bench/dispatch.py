@@ -3,20 +3,31 @@
 Examples:
   dspark bench dispatch --simulate --nodes 2 --gpus-per-node 8 --experts 256 --topk 8 --tokens 128
   dspark bench dispatch --simulate --sizes v4-pro --nodes 8 --tokens 4096 --dtype fp8 --json
+  dspark bench dispatch --nodes 2 --gpus-per-node 2 --experts 32 --hidden 512
+  sudo dspark bench dispatch --namespaces --nodes 4 --gpus-per-node 1
 
---simulate counts made-up tokens without any process; the model behind it is in docs/dispatch.md. Baseline: flat, one
-all-to-all with a copy of a token for each of its experts.
+--simulate counts made-up tokens without any process; the model behind it is in docs/dispatch.md. Without it ranks are
+forked on this host and move tokens by the torch dispatchers; bytes are those that the collectives count, which the
+model must give exactly (exit status 1 if not). With --namespaces every node is a network namespace (Linux, root), and
+the bytes its interface sends are shown beside those counted.
+
+Baseline: flat, one all-to-all with a copy of a token for each of its experts.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from typing import Any
 
-from ..cli import EXIT_OK
+import torch
+
+from ...parallel.namespaces import why_not
+from ..cli import EXIT_FAILED, EXIT_OK, running
 from . import dispatch_model as model
 from . import flags
+from .dispatch_measured import MEASURED, TOLERANCE, Load, measure
 from .dispatch_model import Cluster, Counts
 from .picture import check_picture, save_bars
 from .routing_laws import LAWS, RoutingLaw
@@ -31,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     number = {"type": flags.at_least_one, "metavar": "N"}
     parser.add_argument("--simulate", action="store_true", help="count without processes, for any number of ranks")
     parser.add_argument("--nodes", default=2, **number, help="default 2")
-    parser.add_argument("--gpus-per-node", default=8, **number, help="ranks of a node (default 8)")
+    parser.add_argument("--gpus-per-node", **number, help="ranks of a node (default 8, or 2 when measured)")
     parser.add_argument("--sizes", choices=SIZES, default="v3", help="hidden size, experts and top-k (default v3)")
     parser.add_argument("--experts", **number, help="routed experts (default: of --sizes)")
     parser.add_argument("--redundant", type=int, default=0, metavar="N", help="further copies of experts (default 0)")
@@ -48,69 +59,128 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--across-gb-s", type=float, default=50.0, metavar="X", help="link across nodes, GB/s (50)")
     parser.add_argument("--latency-us", type=float, default=5.0, metavar="X", help="of one hop (5)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of made-up tokens")
+    parser.add_argument("--rounds", default=5, **number, help="measured: exchanges that are timed (default 5)")
+    parser.add_argument("--namespaces", action="store_true", help="measured: every node a network namespace (root)")
+    parser.add_argument("--rate", metavar="RATE", help="with --namespaces: slow the links, e.g. 200mbit")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--picture", metavar="FILE.png", help="also draw the bytes (needs matplotlib)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Count and print; raises ``ValueError`` for sizes that do not fit each other."""
+    """Count or measure, and print; raises ``ValueError`` for sizes that do not fit each other."""
     check_picture(args.picture)
-    result = simulate(args)
-    print(json.dumps(result) if args.json else as_text(result))
+    if args.rate is not None and not args.namespaces:
+        raise ValueError(f"--rate {args.rate} needs --namespaces")
+    if args.simulate and args.namespaces:
+        raise ValueError("--simulate counts without processes; leave --namespaces out")
+    if args.namespaces and why_not() is not None:
+        raise ValueError(f"--namespaces: {why_not()}")
+    load = load_of(args)
+    if args.simulate:
+        result, modes, text = simulate(load, args), model.MODES, as_text
+    else:
+        result, modes, text = measured(load, args), MEASURED, as_measured_text
+    print(json.dumps(result) if args.json else text(result))
     if args.picture:
-        draw(args.picture, result)
-    return EXIT_OK
+        draw(args.picture, result, modes)
+    return EXIT_OK if all(result[mode].get("agrees", True) for mode in modes) else EXIT_FAILED
 
 
-def simulate(args: argparse.Namespace) -> dict[str, Any]:
-    """Figures by mode, and ``setting``."""
+def load_of(args: argparse.Namespace) -> Load:
+    """The ranks, tokens and routing of the flags."""
     hidden, experts, top_k = (
         given if given is not None else usual
         for given, usual in zip((args.hidden, args.experts, args.topk), SIZES[args.sizes])
     )
-    cluster = Cluster(
-        args.nodes, args.gpus_per_node, args.inside_gb_s * 1e9, args.across_gb_s * 1e9, args.latency_us * 1e-6
-    )
     for name in ("inside_gb_s", "across_gb_s"):
         if getattr(args, name) <= 0:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be above 0")
+    per_node = args.gpus_per_node or (8 if args.simulate else 2)
+    speeds = (args.inside_gb_s * 1e9, args.across_gb_s * 1e9, args.latency_us * 1e-6)
     law = RoutingLaw(
         experts, top_k, args.routing, experts + args.redundant, args.skew, args.groups, args.topk_groups, args.seed
     )
+    return Load(Cluster(args.nodes, per_node, *speeds), law, hidden, args.tokens, args.dtype, args.seed)
+
+
+def setting_of(load: Load) -> dict[str, Any]:
+    """What was counted or measured."""
+    return {
+        "nodes": load.cluster.num_nodes,
+        "gpus_per_node": load.cluster.per_node,
+        "ranks": load.cluster.num_ranks,
+        "experts": load.law.num_experts,
+        "slots": load.law.num_slots,
+        "topk": load.law.top_k,
+        "hidden": load.hidden_size,
+        "tokens_per_rank": load.num_tokens,
+        "dtype": load.dtype,
+        "routing": load.law.name,
+        "seed": load.seed,
+        "baseline": "flat: one all-to-all with a copy of a token for each of its experts",
+    }
+
+
+def simulate(load: Load, args: argparse.Namespace) -> dict[str, Any]:
+    """Figures by mode, and ``setting``."""
     max_tokens = args.tokens if args.max_tokens is None else args.max_tokens
     if max_tokens < args.tokens:
         raise ValueError(f"--max-tokens {max_tokens} is less than --tokens {args.tokens}")
-    counts = Counts.simulate(cluster, law, args.tokens, args.seed)
+    cluster, law = load.cluster, load.law
+    counts = load.expected()
     exact = model.expected_copies(cluster, law)
     result: dict[str, Any] = {}
     for mode in model.MODES:
-        sizes = model.message_bytes(mode, hidden, args.dtype, top_k)
+        sizes = model.message_bytes(mode, load.hidden_size, load.dtype, law.top_k)
         result[mode] = figures(counts, mode, sizes)
         if exact is not None:
             result[mode]["remote_copies_per_token_exact"], result[mode]["local_copies_per_token_exact"] = exact[mode]
-        result[mode]["buffer_bytes"] = model.buffer_bytes(counts, mode, hidden, args.dtype, top_k, max_tokens)
+        result[mode]["buffer_bytes"] = model.buffer_bytes(
+            counts, mode, load.hidden_size, load.dtype, law.top_k, max_tokens
+        )
         for way, seconds in model.seconds(counts, mode, *sizes).items():
             result[mode][f"{way}_us"] = seconds * 1e6
-    result["setting"] = {
-        "nodes": cluster.num_nodes,
-        "gpus_per_node": cluster.per_node,
-        "ranks": cluster.num_ranks,
-        "experts": experts,
-        "slots": law.num_slots,
-        "topk": top_k,
-        "hidden": hidden,
-        "tokens_per_rank": args.tokens,
+    result["setting"] = setting_of(load) | {
         "max_tokens_per_rank": max_tokens,
-        "dtype": args.dtype,
-        "routing": args.routing,
         "inside_gb_s": args.inside_gb_s,
         "across_gb_s": args.across_gb_s,
         "latency_us": args.latency_us,
-        "seed": args.seed,
         "busiest_rank_tokens": int(counts.per_rank.max()),
         "mean_rank_tokens": float(counts.per_rank.mean()),
-        "baseline": "flat: one all-to-all with a copy of a token for each of its experts",
     }
+    return result
+
+
+def measured(load: Load, args: argparse.Namespace) -> dict[str, Any]:
+    """Figures by mode as the ranks counted them, whether the model gives the same, and ``setting``."""
+    torch.set_num_threads(1)
+    counts, result = load.expected(), {}
+    with running():
+        lines = measure(load, args.rounds, args.namespaces, args.rate)
+    for mode, line in lines.items():
+        out, back = model.message_bytes(mode, load.hidden_size, load.dtype, load.law.top_k, "torch")
+        want = [sum(getattr(hop, way) for hop in counts.hops[mode]) for way in ("across", "inside")]
+        found = [line[f"{way}_{where}"] for way in ("dispatch", "combine") for where in ("across", "inside")]
+        tokens, exact = counts.num_tokens, [copies * size for size in (out, back) for copies in want]
+        result[mode] = {
+            "remote_copies_per_token": found[0] / out / tokens,
+            "local_copies_per_token": found[1] / out / tokens,
+            "model_remote_copies_per_token": want[0] / tokens,
+            "model_local_copies_per_token": want[1] / tokens,
+            "dispatch_remote_bytes_per_token": found[0] / tokens,
+            "dispatch_local_bytes_per_token": found[1] / tokens,
+            "combine_remote_bytes_per_token": found[2] / tokens,
+            "combine_local_bytes_per_token": found[3] / tokens,
+            "sizes_remote_bytes_per_token": line["other_across"] / tokens,
+            "exchange_us": line["seconds"] * 1e6,
+            "worst_error": line["worst_error"],
+            "agrees": found == exact and line["worst_error"] <= TOLERANCE[load.dtype],
+        }
+        if args.namespaces:
+            counted = found[0] + found[2] + line["other_across"]
+            sent = sum(line["interface_bytes"])
+            result[mode] |= {"interface_bytes_per_token": sent / tokens, "interface_ratio": sent / max(counted, 1)}
+    result["setting"] = setting_of(load) | {"rounds": args.rounds, "namespaces": args.namespaces, "rate": args.rate}
     return result
 
 
@@ -167,10 +237,6 @@ def as_text(result: dict[str, Any]) -> str:
     for mode in model.MODES:
         line = result[mode]
         exact, ratio = line.get("remote_copies_per_token_exact"), line["remote_copies_ratio"]
-        ways = {
-            where: sum(line[f"{way}_{where}_bytes_per_token"] for way in ("dispatch", "combine"))
-            for where in ("remote", "local")
-        }
         rows.append(
             [
                 mode,
@@ -178,8 +244,8 @@ def as_text(result: dict[str, Any]) -> str:
                 "-" if exact is None else f"{exact:.4f}",
                 "-" if ratio is None else f"{ratio:.2f}",
                 f"{line['local_copies_per_token']:.4f}",
-                f"{ways['remote'] / 1e3:.1f}",
-                f"{ways['local'] / 1e3:.1f}",
+                f"{both_ways(line, 'remote') / 1e3:.1f}",
+                f"{both_ways(line, 'local') / 1e3:.1f}",
                 f"{line['buffer_bytes'] / 1e6:.1f}",
                 f"{line['dispatch_us'] + line['combine_us']:.0f}",
                 f"{line['dispatch_pipelined_us'] + line['combine_pipelined_us']:.0f}",
@@ -188,17 +254,38 @@ def as_text(result: dict[str, Any]) -> str:
     return f"{title}\n{table(header, rows)}"
 
 
-def draw(path: str, result: dict[str, Any]) -> None:
-    """Bytes a token across nodes and inside them, by mode."""
+def as_measured_text(result: dict[str, Any]) -> str:
+    """The measured figures as a table."""
     setting = result["setting"]
-    series = {
-        name: [
-            sum(result[mode][f"{way}_{where}_bytes_per_token"] for way in ("dispatch", "combine")) / 1e3
-            for mode in model.MODES
-        ]
-        for name, where in (("across nodes", "remote"), ("inside nodes", "local"))
-    }
-    note = ", ".join(
-        f"{name} {setting[name]}" for name in ("nodes", "gpus_per_node", "experts", "topk", "hidden", "dtype")
+    title = (
+        f"{setting['nodes']} nodes x {setting['gpus_per_node']} ranks, {setting['experts']} experts, top "
+        f"{setting['topk']} ({setting['routing']}), hidden {setting['hidden']}, {setting['tokens_per_rank']} tokens a "
+        f"rank in {setting['dtype']}; a token and layer, counted by the collectives of forked ranks"
     )
-    save_bars(path, "Bytes of a token and layer, there and back", "KB", model.MODES, series, note)
+    header = ["", "copies across", "inside", "KB across", "KB inside", "sizes B", "ms", "model"]
+    header += ["interface KB", "of counted"] if setting["namespaces"] else []
+    rows = []
+    for mode in MEASURED:
+        line = result[mode]
+        row = [mode, f"{line['remote_copies_per_token']:.4f}", f"{line['local_copies_per_token']:.4f}"]
+        row += [f"{both_ways(line, where) / 1e3:.2f}" for where in ("remote", "local")]
+        row += [f"{line['sizes_remote_bytes_per_token']:.1f}", f"{line['exchange_us'] / 1e3:.1f}"]
+        row += ["same" if line["agrees"] else "DIFFERS"]
+        if setting["namespaces"]:
+            row += [f"{line['interface_bytes_per_token'] / 1e3:.2f}", f"{line['interface_ratio']:.3f}"]
+        rows.append(row)
+    return f"{title}\n{table(header, rows)}"
+
+
+def both_ways(line: dict[str, Any], where: str) -> float:
+    """Bytes a token there and back, ``remote`` or ``local``."""
+    return line[f"dispatch_{where}_bytes_per_token"] + line[f"combine_{where}_bytes_per_token"]
+
+
+def draw(path: str, result: dict[str, Any], modes: Sequence[str]) -> None:
+    """Bytes a token across nodes and inside them, by mode."""
+    places = {"across nodes": "remote", "inside nodes": "local"}
+    series = {name: [both_ways(result[mode], where) / 1e3 for mode in modes] for name, where in places.items()}
+    names = ("nodes", "gpus_per_node", "experts", "topk", "hidden", "dtype")
+    note = ", ".join(f"{name} {result['setting'][name]}" for name in names)
+    save_bars(path, "Bytes of a token and layer, there and back", "KB", modes, series, note)

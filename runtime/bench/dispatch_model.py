@@ -84,7 +84,9 @@ class Hop:
         self.received_inside += others.reshape(-1)
 
     def seconds(self, cluster: Cluster, row_bytes: int) -> float:
-        """The time of the busiest link, one way: every rank sends and receives at once."""
+        """The time of the busiest link, one way, if anything moves: every rank sends and receives at once."""
+        if not (self.inside or self.across):
+            return 0.0
         inside = max(self.sent_inside.max(), self.received_inside.max()) * row_bytes / cluster.inside_speed
         across = max(self.sent_across.max(), self.received_across.max()) * row_bytes / cluster.across_speed
         return cluster.latency + float(max(inside, across))
@@ -170,15 +172,19 @@ def row_bytes(hidden_size: int, dtype: str) -> int:
     return hidden_size * ITEM_BYTES[dtype] + (hidden_size // BLOCK * 4 if dtype == "fp8" else 0)
 
 
-def message_bytes(mode: str, hidden_size: int, dtype: str, top_k: int) -> tuple[int, int]:
-    """Bytes of one copy on the way out and back.
+def message_bytes(mode: str, hidden_size: int, dtype: str, top_k: int, wire: str = "deep_ep") -> tuple[int, int]:
+    """Bytes of one copy on the way out and back, in the formats of ``deep_ep`` or of this project's ``torch`` backend.
 
-    Rows for several experts bring their k experts and weights along (12 bytes each); a low-latency message has a
-    header of 16. Results come back in bfloat16, or in float32 if that is the dtype.
+    Rows for several experts bring their k experts and weights along, 12 bytes each in deep_ep, 8 and another 4 in
+    torch; low-latency messages have a header of 16 in deep_ep, none in torch. Only torch's low latency sends fp8, its
+    other modes bfloat16 instead. Results come back in bfloat16, or in float32 if that is the dtype.
     """
-    extra = {FLAT: 0, BY_RANK: 12 * top_k, STANDARD: 12 * top_k, NORMAL: 12 * top_k, LOW_LATENCY: 16}[mode]
+    routed = 12 * top_k if wire == "deep_ep" else 8 * top_k + 4
+    extra = {FLAT: 0, BY_RANK: routed, STANDARD: routed, NORMAL: routed, LOW_LATENCY: 16 if wire == "deep_ep" else 0}
+    if wire == "torch" and mode != LOW_LATENCY and dtype == "fp8":
+        dtype = "bfloat16"
     back = row_bytes(hidden_size, "float32" if dtype == "float32" else "bfloat16")
-    return row_bytes(hidden_size, dtype) + extra, back
+    return row_bytes(hidden_size, dtype) + extra[mode], back
 
 
 def low_latency_buffer_bytes(max_tokens: int, hidden_size: int, num_experts: int) -> int:

@@ -52,7 +52,12 @@ def add_layout_flags(parser: argparse.ArgumentParser) -> None:
         default="standard",
         help="how tokens reach their experts: standard moves none; normal, low_latency and auto are all-to-all",
     )
-    group.add_argument("--dispatch-backend", choices=DISPATCH_BACKENDS, default="auto", help="who moves them")
+    group.add_argument(
+        "--dispatch-backend",
+        choices=DISPATCH_BACKENDS,
+        default="auto",
+        help="who moves them: torch.distributed, or the library deep_ep by its class Buffer or ElasticBuffer",
+    )
     size(
         "--max-tokens-per-rank",
         default=None,
