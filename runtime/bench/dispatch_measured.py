@@ -97,18 +97,24 @@ def on_rank(load: Load, rank: int, rounds: int, interfaces: bool) -> dict[str, d
         exchange = _exchange(load, mode, groups, dtype, meter)
         out = exchange(x, experts, weights)
         line = meter.line() | {"worst_error": (out.float() - want).abs().max().item() if out.numel() else 0.0}
-        barrier(groups.world)
-        before, times = counted_bytes() if interfaces else None, []
+        before, times = _all_quiet(groups.world, interfaces), []
         for _ in range(rounds):
             start = time.perf_counter()
             exchange(x, experts, weights)
             times.append(time.perf_counter() - start)
-        barrier(groups.world)
         line["seconds"] = statistics.median(times)
-        if before is not None:
-            line["interface_sent"] = (counted_bytes().sent - before.sent) / rounds
+        if interfaces:
+            line["interface_sent"] = (_all_quiet(groups.world, interfaces) - before) / rounds
         lines[mode] = line
     return lines
+
+
+def _all_quiet(world: Group, interfaces: bool) -> int:
+    """Bytes this node's interface has sent, read while no rank sends any; 0 without interfaces. Collective."""
+    barrier(world)
+    sent = counted_bytes().sent if interfaces else 0
+    barrier(world)
+    return sent
 
 
 class Meter:
