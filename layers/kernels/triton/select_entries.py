@@ -67,17 +67,16 @@ def _select(scores, positions, chosen, num_entries, num_selected, top_k, RATIO: 
     # ``least`` becomes the k-th largest key, ``missing`` how many of its equals are taken.
     least, missing, digit = tl.zeros((), dtype=tl.uint32), top_k, tl.arange(0, 256)
     for step in tl.static_range(4):
-        shift: tl.constexpr = 24 - 8 * step
         counts = tl.zeros((256,), dtype=tl.int32)
         for begin in range(0, visible, BLOCK):
             entry = begin + at
             key = _ordered(tl.load(scores + entry, mask=entry < visible, other=0.0))
-            alike = (entry < visible) & ((key >> shift >> 8) == (least >> shift >> 8))
-            counts += tl.histogram(((key >> shift) & 255).to(tl.int32), 256, mask=alike)
+            alike = (entry < visible) & ((key >> (24 - 8 * step) >> 8) == (least >> (24 - 8 * step) >> 8))
+            counts += tl.histogram(((key >> (24 - 8 * step)) & 255).to(tl.int32), 256, mask=alike)
         above = tl.sum(counts) - tl.cumsum(counts, 0)  # keys with a higher digit
         found = tl.max(tl.where(above + counts >= missing, digit, 0))
         missing -= tl.sum(tl.where(digit == found, above, 0))
-        least |= found.to(tl.uint32) << shift
+        least |= found.to(tl.uint32) << (24 - 8 * step)
     taken = tl.zeros((), dtype=tl.int32)
     for begin in range(0, visible, BLOCK):
         entry = begin + at

@@ -1,0 +1,239 @@
+"""Every kernel at the sizes of a V4-Flash layer, with the bytes it must move and the operations it must do.
+
+Legend: T rows, R requests of BLOCK rows each (a verify step), P context, D hidden width, H heads, d head width.
+
+Bytes count every operand once: weights and rows from memory, results to memory, whatever fits a cache read once.
+Operations count a multiplication and an addition as two. A floor is the larger of both times on an H200.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from ...layers.attention.plan import AttentionPlan, LayerCache, Rows
+from ...layers.kernels import Kernels
+from ...layers.kernels.moe import Routing
+from ...layers.kernels.projection import ProjectionSizes
+from ...layers.rope import RopeTable
+
+BYTES_PER_SECOND = 4.8e12  # H200 memory
+OPERATIONS_PER_SECOND = {"bfloat16": 989e12, "float32": 67e12}  # dense tensor cores; plain units
+
+D, STREAMS, HEADS, HEAD, ROPE, LATENT = 4096, 4, 64, 512, 64, 1024
+INDEX_HEADS, INDEX, TOP_ENTRIES, WINDOW, GROUPS, GROUP_RANK = 64, 128, 512, 128, 8, 1024
+EXPERTS, TOP_EXPERTS, WIDTH, LIMIT = 256, 6, 2048, 10.0
+RATIOS = {"csa": 4, "hca": 128}
+RAW_WIDTHS = {"csa": 4 * (HEAD + INDEX), "hca": 2 * HEAD}
+PAGE_TOKENS, BLOCK = 256, 8
+HALF = torch.bfloat16
+
+
+class Case(NamedTuple):
+    """``call()`` runs ``name`` once on tensors of its own; ``num_bytes`` and ``operations`` are the least it needs."""
+
+    name: str
+    call: Callable[[], object]
+    num_bytes: int
+    operations: int
+    unit: str = "bfloat16"
+
+    @property
+    def floor(self) -> float:
+        """Seconds on an H200 that nothing can beat."""
+        return max(self.num_bytes / BYTES_PER_SECOND, self.operations / OPERATIONS_PER_SECOND[self.unit])
+
+
+class Scene:
+    """The tensors of a step of ``num_rows`` rows behind ``context`` tokens, on ``device`` ("meta" has no data)."""
+
+    def __init__(self, device: torch.device, num_rows: int, context: int) -> None:
+        self.device, self.num_rows, self.context = device, num_rows, context
+        self.num_requests = max(num_rows // BLOCK, 1)
+        self.rope = RopeTable(self.wide(context, ROPE // 2), self.wide(context, ROPE // 2))
+        self.pages = -(-context // PAGE_TOKENS)
+
+    def half(self, *shape: int) -> torch.Tensor:
+        """bfloat16 noise."""
+        return torch.randn(shape, dtype=HALF, device=self.device) * 0.1
+
+    def wide(self, *shape: int) -> torch.Tensor:
+        """float32 noise."""
+        return torch.randn(shape, device=self.device) * 0.1
+
+    def plan(self) -> AttentionPlan:
+        """Requests that all verify at the end of the context."""
+        at = torch.arange(self.num_rows, device=self.device)
+        start = torch.full_like(at, self.context - BLOCK)
+        rows = Rows(start + at % BLOCK, at // BLOCK, start, start + BLOCK, at)
+        closing = {ratio: torch.arange(self.num_requests, device=self.device) * BLOCK for ratio in RATIOS.values()}
+        num_pages = self.num_requests * self.pages
+        table = torch.arange(num_pages, dtype=torch.int32, device=self.device).view(self.num_requests, self.pages)
+        return AttentionPlan(rows, rows, table, closing, self.context - 1, None)
+
+    def cache(self, kind: str) -> LayerCache:
+        """The buffers of a layer of ``kind``."""
+        ratio, num_pages = RATIOS[kind], self.num_requests * self.pages
+        per_page = PAGE_TOKENS // ratio
+        span = 2 * ratio if kind == "csa" else ratio
+        return LayerCache(
+            self.half(self.num_requests, WINDOW + BLOCK, HEAD),
+            self.half(self.num_requests, span + BLOCK, RAW_WIDTHS[kind]),
+            self.half(num_pages, per_page, HEAD),
+            self.half(num_pages, per_page, INDEX),
+            None,
+        )
+
+
+def _product(name: str, call: Callable[[], object], num_rows: int, num_in: int, num_out: int, groups: int = 1) -> Case:
+    rows = num_rows * groups * (num_in + num_out)
+    return Case(name, call, 2 * (groups * num_in * num_out + rows), 2 * num_rows * groups * num_in * num_out)
+
+
+def row_cases(kernels: Kernels, scene: Scene) -> list[Case]:
+    """Kernels that treat every row by itself."""
+    t, plan, columns = scene.num_rows, scene.plan(), (2 + STREAMS) * STREAMS
+    x, streams = scene.half(t, D), scene.half(t, STREAMS, D)
+    q, kv = scene.half(t, HEADS, HEAD), scene.half(t, HEAD)
+    weight_out = scene.half(GROUPS * GROUP_RANK, D)
+    linear = kernels.bind("linear", weight=weight_out)
+    grouped = kernels.bind("grouped_linear", weight=scene.half(GROUPS, HEADS * HEAD // GROUPS, GROUP_RANK))
+    latent_rows, group_rows = scene.half(t, GROUPS * GROUP_RANK), q.view(t, GROUPS, -1)
+    norm = kernels.bind("rms_norm", weight=scene.wide(D), eps=1e-6)
+    turn = kernels.bind("head_norm_rope", rope=scene.rope, eps=1e-6)
+    key = kernels.bind("key_norm_rope", weight=scene.wide(HEAD), rope=scene.rope, eps=1e-6)
+    law = {"hc_eps": 1e-6, "norm_eps": 1e-6}
+    fn, base, scale = scene.wide(STREAMS * D, columns), scene.wide(columns), scene.wide(3)
+    read = kernels.bind(
+        "hc_pre", fn=fn, base=base, scale=scale, norm_weight=scene.wide(D), num_iters=20, constrained=True, **law
+    )
+    write = kernels.bind("hc_post")
+    post, comb = scene.wide(t, STREAMS), scene.wide(t, STREAMS, STREAMS)
+    collapse = kernels.bind(
+        "hc_collapse", fn=scene.wide(STREAMS * D, STREAMS), base=scene.wide(STREAMS), scale=scene.wide(1), **law
+    )
+    shared = kernels.bind("swiglu", limit=LIMIT)
+    gate_up = scene.half(t, 2 * WIDTH)
+    of_streams = 2 * t * STREAMS * D
+    return [
+        _product("linear (wo_b)", lambda: linear(latent_rows), t, GROUPS * GROUP_RANK, D),
+        _product("grouped_linear (wo_a)", lambda: grouped(group_rows), t, HEADS * HEAD // GROUPS, GROUP_RANK, GROUPS),
+        Case("rms_norm", lambda: norm(x), 4 * t * D, 4 * t * D, "float32"),
+        Case("head_norm_rope", lambda: turn(q, plan), 4 * q.numel(), 5 * q.numel(), "float32"),
+        Case("key_norm_rope", lambda: key(kv, plan), 4 * kv.numel(), 5 * kv.numel(), "float32"),
+        Case(
+            "hc_pre",
+            lambda: read(streams),
+            of_streams + 4 * fn.numel() + 2 * t * D,
+            2 * t * STREAMS * D * (columns + 2),
+            "float32",
+        ),
+        Case(
+            "hc_post",
+            lambda: write(streams, x, post, comb),
+            2 * of_streams + 2 * t * D,
+            2 * t * D * STREAMS * (STREAMS + 1),
+            "float32",
+        ),
+        Case("hc_collapse", lambda: collapse(streams), of_streams + 2 * t * D, 2 * t * STREAMS * D * 6, "float32"),
+        Case("swiglu", lambda: shared(gate_up), 6 * t * WIDTH, 8 * t * WIDTH, "float32"),
+    ]
+
+
+def attention_cases(kernels: Kernels, scene: Scene) -> list[Case]:
+    """Kernels that read or write the cache."""
+    t, plan, cache, sinks = scene.num_rows, scene.plan(), {k: scene.cache(k) for k in RATIOS}, scene.wide(HEADS)
+    q, keys, x = scene.half(t, HEADS, HEAD), scene.half(t, HEAD), scene.half(t, D)
+    index_q, index_weights = scene.half(t, INDEX_HEADS, INDEX), scene.half(t, INDEX_HEADS)
+    in_columns = LATENT + HEAD + RAW_WIDTHS["csa"] + INDEX_HEADS
+    q_columns = HEADS * HEAD + INDEX_HEADS * INDEX
+    project = kernels.bind(
+        "project",
+        weight_in=scene.half(D, in_columns),
+        weight_q=scene.half(LATENT, q_columns),
+        latent_norm=scene.wide(LATENT),
+        key_norm=scene.wide(HEAD),
+        sizes=ProjectionSizes(LATENT, HEAD, RAW_WIDTHS["csa"], HEADS, INDEX_HEADS, INDEX),
+        rope=scene.rope,
+        eps=1e-6,
+    )
+    products = D * in_columns + LATENT * q_columns
+    found = [
+        Case("project", lambda: project(x, plan), 2 * (products + t * (D + in_columns + q_columns)), 2 * t * products)
+    ]
+    for kind, ratio in RATIOS.items():
+        found.append(_pool(kernels, scene, plan, cache[kind], kind))
+        visible = scene.context // ratio
+        seen = WINDOW + (min(visible, TOP_ENTRIES) if kind == "csa" else visible)
+        selected = None
+        if kind == "csa":
+            selected = torch.arange(TOP_ENTRIES, device=scene.device).repeat(t, 1)
+        attend = kernels.bind("attend", sinks=sinks, window=WINDOW, ratio=ratio, rope=scene.rope, scale=HEAD**-0.5)
+        # Rows of a request read the same window; their selected entries are taken to be different ones.
+        rows_read = scene.num_requests * (WINDOW + visible) if kind == "hca" else t * TOP_ENTRIES
+        found.append(
+            Case(
+                f"attend ({kind})",
+                lambda attend=attend, kind=kind, selected=selected: attend(q, keys, cache[kind], selected, plan),
+                4 * q.numel() + 2 * rows_read * HEAD,
+                4 * t * HEADS * seen * HEAD,
+            )
+        )
+    select = kernels.bind("select_entries", ratio=4, top_k=TOP_ENTRIES, scale=0.01)
+    visible = scene.context // 4
+    found.append(
+        Case(
+            "select_entries",
+            lambda: select(index_q, index_weights, cache["csa"], plan),
+            2 * (index_q.numel() + scene.num_requests * visible * INDEX) + 4 * t * visible + 8 * t * TOP_ENTRIES,
+            2 * t * INDEX_HEADS * visible * INDEX,
+        )
+    )
+    store, raw = kernels.bind("store_rows"), scene.half(t, RAW_WIDTHS["csa"])
+    written = 4 * t * (HEAD + RAW_WIDTHS["csa"])
+    found.append(Case("store_rows", lambda: store(keys, raw, cache["csa"], plan), written, 0))
+    return found
+
+
+def _pool(kernels: Kernels, scene: Scene, plan: AttentionPlan, cache: LayerCache, kind: str) -> Case:
+    ratio, overlap, raw = RATIOS[kind], kind == "csa", scene.half(scene.num_rows, RAW_WIDTHS[kind])
+    pool = kernels.bind(
+        "pool_windows",
+        ape=scene.wide(ratio, HEAD * (1 + overlap)),
+        norm_weight=scene.wide(HEAD),
+        rope=scene.rope,
+        eps=1e-6,
+        ratio=ratio,
+        overlap=overlap,
+        indexer=False,
+    )
+    numbers = scene.num_requests * ratio * (1 + overlap) * 2 * HEAD
+    return Case(f"pool_windows ({kind})", lambda: pool(raw, cache, plan), 2 * numbers, 8 * numbers, "float32")
+
+
+def expert_cases(kernels: Kernels, scene: Scene) -> list[Case]:
+    """Routing and experts."""
+    t, logits, x = scene.num_rows, scene.wide(scene.num_rows, EXPERTS), scene.half(scene.num_rows, D)
+    law = {"scoring": "sqrtsoftplus", "renormalise": True, "scale": 1.5}
+    scored = kernels.bind("route_scored", bias=scene.wide(EXPERTS), top_k=TOP_EXPERTS, **law)
+    hashed = kernels.bind("route_hashed", **law)
+    chosen = torch.arange(t * TOP_EXPERTS, device=scene.device).view(t, TOP_EXPERTS) * 37 % EXPERTS
+    gate_up, down = scene.half(EXPERTS, D, 2 * WIDTH), scene.half(EXPERTS, WIDTH, D)
+    forward = kernels.bind("experts_forward", gate_up=gate_up, down=down, limit=LIMIT)
+    routing, picks = Routing(chosen, scene.wide(t, TOP_EXPERTS)), t * TOP_EXPERTS
+    used = min(picks, EXPERTS)
+    return [
+        Case("route_scored", lambda: scored(logits), 4 * logits.numel(), 40 * logits.numel(), "float32"),
+        Case("route_hashed", lambda: hashed(logits, chosen), 4 * logits.numel(), 10 * logits.numel(), "float32"),
+        Case(
+            "experts_forward",
+            lambda: forward(x, routing),
+            2 * (used * 3 * D * WIDTH + 2 * x.numel()),
+            2 * picks * 3 * D * WIDTH,
+        ),
+    ]
+
+
+FAMILIES = (row_cases, attention_cases, expert_cases)
