@@ -50,13 +50,15 @@ class MergedLinear:
     layer; use ``split`` to take the output apart.
     """
 
+    operation = "linear"
+
     def __init__(
         self, source: Scope, parts: Sequence[Part], kernels: Kernels, dtype: torch.dtype | None = None
     ) -> None:
         rows = [source.take(p.name, start=p.start, stop=p.stop, dtype=dtype) for p in parts]
         self.sizes = [p.size for p in parts]
         self.weight = torch.cat(rows).t().contiguous()
-        self._linear = kernels.bind("linear", weight=self.weight)
+        self._linear = kernels.bind(self.operation, weight=self.weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._linear(x)
@@ -80,7 +82,12 @@ class ColumnParallelLinear(MergedLinear):
 
 
 class MergedColumnParallelLinear(MergedLinear):
-    """Weights with the same input, each cut over ``group`` on its own: local output [part0_r | part1_r | ...]."""
+    """Weights with the same input, each cut over ``group`` on its own: local output [part0_r | part1_r | ...].
+
+    The weights may be kept narrow, see :class:`.kernels.Kernels`.
+    """
+
+    operation = "block_linear"
 
     def __init__(self, source: Scope, outs: dict[str, int], group: Group, kernels: Kernels) -> None:
         super().__init__(
@@ -127,7 +134,7 @@ class RowParallelLinear:
     """Input features cut over ``group``: [T, in / W] -> [T, out], summed over the group (collective).
 
     ``partial`` gives this rank's summand instead; whoever takes it must finish the sum exactly once. Where the kernels
-    keep sums whole, see :func:`whole_columns`.
+    keep sums whole, see :func:`whole_columns`. The weight may be kept narrow, see :class:`.kernels.Kernels`.
     """
 
     def __init__(self, source: Scope, name: str, num_in: int, group: Group, kernels: Kernels) -> None:
@@ -136,9 +143,8 @@ class RowParallelLinear:
         if kernels.whole_sums and group.size > 1:
             self.partial = whole_columns(source.take(name), group, kernels)
         else:
-            self.partial = kernels.bind(
-                "linear", weight=source.take(name, dim=1, start=part.start, stop=part.stop).t().contiguous()
-            )
+            weight = source.take(name, dim=1, start=part.start, stop=part.stop).t().contiguous()
+            self.partial = kernels.bind("block_linear", weight=weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return all_reduce(self.partial(x), self._group)

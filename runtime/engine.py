@@ -27,6 +27,7 @@ from .cache import Cache
 from .decide import Drafted, Ends, Recorder, StopStrings, make_decider
 from .draft import Drafter, DraftRequests
 from .engine_config import EngineConfig
+from .graphs import Graphs
 from .homes import PrefixHomes
 from .models.base import Model, ModelOutput
 from .outcome import Outcome, read_logprobs, table_width
@@ -67,9 +68,10 @@ class Engine:
         groups: Groups,
         config: EngineConfig,
         text: StopStrings | None = None,
+        graphs: Graphs | None = None,
     ) -> None:
         self.model, self.drafter, self.cache, self.config, self.groups = model, drafter, cache, config, groups
-        self._link = StageLink(groups.pp)
+        self._link, self._graphs = StageLink(groups.pp), graphs
         is_deciding = self._link.is_last and groups.attn_block.rank == 0
         self._decider = make_decider(config, drafter.gamma) if is_deciding else None
         self._ends = Ends(text)
@@ -180,10 +182,15 @@ class Engine:
                 for snapshots in self._snapshots:
                     snapshots.apply(copy)
             if sum(flight.shapes.rows):
-                output = self.model.run_stage(flight.step, self.cache, self._link)
+                output = self._run(flight.step)
         if len(self._flights) < self._link.num_stages:
             return []
         return self._land(self._flights.pop(), output)
+
+    def _run(self, step: Step) -> ModelOutput | None:
+        if self._graphs is not None and self._graphs.fits(step):
+            return self._graphs.run(step)
+        return self.model.run_stage(step, self.cache, self._link)
 
     def logits(self, step: Step) -> torch.Tensor:
         """The logits [N, V] of one ``step`` on every rank, outside of any request. Collective over the job."""

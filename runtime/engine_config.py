@@ -14,6 +14,8 @@ from ..layers.kernels import default_choice
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16")
 KERNELS = ("auto", "torch", "cpu", "triton")
+EXPERT_FORMATS = ("native", "fp8", "fp4")
+LINEAR_FORMATS = ("native", "fp8")
 VERIFY_MODES = ("static", "sync", "async")
 CP_SPLITS = ("interleave", "zigzag")
 CP_DECODES = ("split", "replicate")
@@ -32,11 +34,14 @@ class EngineConfig:
     ``model`` is a checkpoint folder (``None``: the bundled one). ``chunk_size`` counts prefill tokens a step and DP
     rank, ``max_running`` requests in flight, ``max_context`` tokens of prompt and continuation together (``None``:
     the model's own limit). ``dtype`` is the dtype of activations and unquantised weights, ``kernels`` the choice of
-    :func:`..layers.kernels.choose`. ``mixed_chunk``: prefill tokens of a step beside up to 8 decoding requests a DP
-    rank, in proportion with more; ``None``: 24 on CPU, else as many as ``chunk_size``.
+    :func:`..layers.kernels.choose`. ``expert_format`` and ``linear_format``: how the weights of routed experts, and of
+    row-parallel and shared-expert products, are packed. ``graphs``: small steps are CUDA graphs where they can be.
+    ``mixed_chunk``: prefill tokens of a step beside up to 8 decoding requests a DP rank, in proportion with more;
+    ``None``: 24 on CPU, else as many as ``chunk_size``.
 
     The cache of a DP rank has ``cache_pages`` pages, or what fits into ``cache_bytes`` a rank, or enough for
-    ``max_running`` requests of ``max_context`` tokens. ``admission``: "worst_case", "optimistic", or the share of its
+    ``max_running`` requests of ``max_context`` tokens, or what a GPU has left if weights and cache may take
+    ``gpu_memory_share`` of it. ``admission``: "worst_case", "optimistic", or the share of its
     new tokens that a request must find memory for. ``prefix_cache`` keeps up to ``prefix_pages`` pages (``None``:
     ``max_running``) of finished prefixes for requests that begin alike.
 
@@ -48,6 +53,9 @@ class EngineConfig:
     device: str = "auto"
     dtype: str = "auto"
     kernels: str = "auto"
+    expert_format: str = "native"
+    linear_format: str = "native"
+    graphs: bool = True
     chunk_size: int = 512
     mixed_chunk: int | None = None
     max_running: int = 64
@@ -55,6 +63,7 @@ class EngineConfig:
     admission: str = "worst_case"
     cache_pages: int | None = None
     cache_bytes: int | None = None
+    gpu_memory_share: float = 0.85
     prefix_cache: bool = False
     prefix_pages: int | None = None
     seed: int = 0
@@ -78,6 +87,12 @@ class EngineConfig:
     def all_to_all(self) -> bool:
         """Whether rows travel to the ranks of their experts."""
         return self.dispatcher in DISPATCHERS and dispatcher_class(self.dispatcher).all_to_all
+
+    @property
+    def formats(self) -> dict[str, str]:
+        """The packed operations, see :class:`..layers.kernels.Kernels`."""
+        formats = {"experts_forward": self.expert_format, "block_linear": self.linear_format}
+        return {operation: name for operation, name in formats.items() if name != "native"}
 
     @property
     def num_snapshots(self) -> int:
@@ -110,6 +125,8 @@ class EngineConfig:
             ("device", DEVICES),
             ("dtype", DTYPES),
             ("kernels", KERNELS),
+            ("expert_format", EXPERT_FORMATS),
+            ("linear_format", LINEAR_FORMATS),
             ("verify", VERIFY_MODES),
             ("cp_split", CP_SPLITS),
             ("cp_decode", CP_DECODES),
@@ -137,7 +154,7 @@ class EngineConfig:
             if type(value) is not int or value < low or (high is not None and value > high):
                 upper = "" if high is None else f" to {high}"
                 raise ValueError(f"{_flag(name)} is {value!r}; allowed: an integer from {low}{upper}")
-        for name in ("deterministic", "prefix_cache", "block_verify", "fp8_dispatch"):
+        for name in ("graphs", "deterministic", "prefix_cache", "block_verify", "fp8_dispatch"):
             if type(getattr(self, name)) is not bool:
                 raise ValueError(f"{_flag(name)} is {getattr(self, name)!r}; allowed: true or false")
         for name in ("model", "sps_table", "sts"):
@@ -151,6 +168,9 @@ class EngineConfig:
         cut = self.confidence_threshold
         if cut is not None and not (type(cut) in (int, float) and 0 <= cut <= 1):
             raise ValueError(f"--confidence-threshold is {cut!r}; allowed: a number from 0 to 1")
+        share = self.gpu_memory_share
+        if not (type(share) in (int, float) and 0 < share <= 1):
+            raise ValueError(f"--gpu-memory-share is {share!r}; allowed: a number above 0, at most 1")
         _ = self.expected_share
         if self.cache_pages is not None and self.cache_bytes is not None:
             raise ValueError("--cache-pages and --cache-bytes both size the cache; give one of them")

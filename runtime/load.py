@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
 
+from ..comm.collectives import all_gather_ints
 from ..comm.dispatch import DispatchOptions, dispatcher_class
 from ..layers.kernels import choose
 from ..layers.params import OnDevice
@@ -19,6 +21,7 @@ from .draft import Drafter, drafter_class
 from .draft.base import DraftElsewhere, DraftRoom
 from .engine import Engine
 from .engine_config import EngineConfig
+from .graphs import Graphs, record_on_cuda
 from .model_config import Config, load_model_config, only_for
 from .models import family
 
@@ -43,7 +46,10 @@ def load_engine(
     dtype = getattr(torch, config.dtype)
     reader = CheckpointReader(config.model, model_config, dtype, progress=progress)
     source = OnDevice(reader, device)
-    kernels, draft = choose(device, dtype, config.deterministic, config.kernels), drafter_class(config.draft)
+    kernels, draft = (
+        choose(device, dtype, config.deterministic, config.kernels, config.formats),
+        drafter_class(config.draft),
+    )
     taps = draft.tap_layers(model_config)
     max_verify = 1 + (config.gamma or draft.default_gamma(model_config))
     rows = max(max_verify, 1 + draft.max_gamma(model_config))
@@ -59,8 +65,22 @@ def load_engine(
         drafter = draft.load(model_config, source, model, groups, kernels, room, config.gamma)
     else:
         drafter = DraftElsewhere(max_verify - 1)
+    if device.type == "cuda" and config.cache_pages is None and config.cache_bytes is None:
+        left = left_for_cache(*torch.cuda.mem_get_info(device), config.gpu_memory_share)
+        left = min(row[0] for row in all_gather_ints([left], groups.world, device))
+        config = dataclasses.replace(config, cache_bytes=max(left, 1))
     cache = make_cache(model_config, config, device, max_verify, groups.pp, groups.attn_tp.size)
-    return Engine(model, drafter, cache, groups, config, text)
+    graphs = None
+    has_graphs = config.graphs and kernels.backend == "triton" and device.type == "cuda" and groups.world.size == 1
+    if has_graphs and model_config.model_type == "deepseek_v4":
+        graphs = Graphs(model, cache, groups, config.max_context, record_on_cuda)
+    return Engine(model, drafter, cache, groups, config, text, graphs)
+
+
+def left_for_cache(free: int, total: int, share: float) -> int:
+    """Bytes that the cache may take of a GPU with ``free`` of ``total`` bytes, if everything together may take
+    ``share`` of it; the rest is for activations and graphs."""
+    return free - round((1 - share) * total)
 
 
 def dispatch_options(config: EngineConfig, topology: Topology, rows_per_request: int) -> DispatchOptions:

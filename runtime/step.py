@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ..comm.context import RowGather, whole
-from ..layers.attention.plan import AttentionPlan, build_plan
+from ..layers.attention.plan import AttentionPlan, build_plan, to_device
 from ..parallel.groups import Group
 
 
@@ -86,9 +86,10 @@ def build_step(
         tokens = tokens[owned]
         logit_rows, places = _split_wanted(wanted, split)
         gather_logit_rows = RowGather(split.group, places, device)
-    at = None if len(logit_rows) == len(tokens) and split is None else torch.from_numpy(logit_rows).to(device)
+    token_ids, at = to_device([tokens, logit_rows], device)
+    at = None if len(logit_rows) == len(tokens) and split is None else at
     counts = (len(tokens),) if counts is None else counts
-    return Step(torch.from_numpy(tokens).to(device), at, plan, counts, has_prefill, gather_logit_rows, len(wanted))
+    return Step(token_ids, at, plan, counts, has_prefill, gather_logit_rows, len(wanted))
 
 
 def _flatten(spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -112,6 +112,16 @@ class AttentionPlan(NamedTuple):
         return self._replace(queries=self.keys, host=host, gather=whole, runs=())
 
 
+def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """int64 ``arrays`` as tensors on ``device``: in one asynchronous copy from pinned memory to a GPU, and without a
+    copy on the CPU."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays])).pin_memory()
+    parts = flat.to(device, non_blocking=True).split([array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays)]
+
+
 def build_plan(
     rows: np.ndarray,
     page_table: torch.Tensor,
@@ -130,9 +140,10 @@ def build_plan(
     max_position = int(queries[0].max()) if queries.shape[1] else -1
     device = page_table.device
     host = HostPlan(queries, rows, page_table.numpy(), closing) if device.type == "cpu" else None
-    keys = Rows(*torch.from_numpy(rows).to(device, non_blocking=True).unbind(0))
-    own = keys if owned is None else Rows(*torch.from_numpy(queries).to(device, non_blocking=True).unbind(0))
-    tensors = {ratio: torch.from_numpy(at).to(device) for ratio, at in closing.items()}
+    own_rows, key_rows, *closed = to_device([queries, rows, *closing.values()], device)
+    keys = Rows(*key_rows.unbind(0))
+    own = keys if owned is None else Rows(*own_rows.unbind(0))
+    tensors = dict(zip(closing, closed))
     plan = AttentionPlan(own, keys, page_table, tensors, max_position, host, bidirectional, gather)
     if 1 not in ratios:
         return plan

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -40,7 +40,12 @@ TWINS = {
     "experts_forward": "moe",
     "experts_inner": "moe",
     "experts_outer": "moe",
+    "scaled_linear": "quantised",
+    "scaled_experts_forward": "quantised",
 }
+
+# Products whose weights may be kept narrow: what a layer asks for -> what runs then.
+NARROW = {"block_linear": "scaled_linear", "experts_forward": "scaled_experts_forward"}
 
 
 class Backend(NamedTuple):
@@ -101,8 +106,10 @@ COMPILED = {
             "route_hashed": "triton.routing",
             "swiglu": "triton.experts",
             "experts_forward": "triton.experts",
+            "scaled_linear": "triton.fp8",
+            "scaled_experts_forward": "triton.experts",
         },
-        frozenset(("linear", "project", "grouped_linear", "experts_forward", "attend")),
+        frozenset(("linear", "project", "grouped_linear", "experts_forward", "scaled_experts_forward", "attend")),
     ),
 }
 
@@ -112,20 +119,28 @@ class Kernels:
 
     ``deterministic``: every row is computed by itself, bitwise the same whatever else is in the step. Only compiled
     backends can promise that; ``ValueError`` otherwise. ``whole_sums``: so are sums over ranks, since layers cut
-    products whose inputs are shared out by their outputs instead.
+    products whose inputs are shared out by their outputs instead. ``formats``: operation -> "fp8" or "fp4", for those
+    of :data:`NARROW` whose weights are packed when they are bound.
     """
 
-    def __init__(self, backend: str, deterministic: bool = False) -> None:
+    def __init__(self, backend: str, deterministic: bool = False, formats: Mapping[str, str] | None = None) -> None:
         if backend != "torch" and backend not in COMPILED:
             raise ValueError(f"unknown kernel backend {backend!r}; there are 'torch' and {sorted(COMPILED)}")
         if deterministic and backend == "torch":
             raise ValueError("--deterministic needs compiled kernels: float32 on the CPU, with the extra dspark[cpu]")
-        self.backend, self._deterministic = backend, deterministic
+        self.backend, self._deterministic, self._formats = backend, deterministic, dict(formats or {})
         self._compiled = COMPILED.get(backend, Backend("", {}, frozenset()))
         self.whole_sums = deterministic and "experts_outer" in self._compiled.modules
 
     def bind(self, operation: str, **weights: object) -> Callable[..., object]:
-        """``operation`` with its weights fixed: a callable of the activations."""
+        """``operation`` with its weights fixed: a callable of the activations. "block_linear" is a "linear" whose
+        weight may be packed."""
+        if operation in self._formats:
+            pack = importlib.import_module(".quantised", __name__).FORMATS[self._formats[operation]]
+            weights = {k: pack(v) if isinstance(v, torch.Tensor) else v for k, v in weights.items()}
+            operation = NARROW[operation]
+        elif operation == "block_linear":
+            operation = "linear"
         if operation in self._compiled.modules:
             module = importlib.import_module(f".{self._compiled.modules[operation]}", __name__)
             if self._deterministic and operation in self._compiled.row_count_matters:
@@ -147,7 +162,13 @@ def default_choice(device_type: str, dtype: torch.dtype) -> str:
     return "cpu" if dtype == torch.float32 and _installed("numba") else "torch"
 
 
-def choose(device: torch.device, dtype: torch.dtype, deterministic: bool = False, choice: str = "auto") -> Kernels:
+def choose(
+    device: torch.device,
+    dtype: torch.dtype,
+    deterministic: bool = False,
+    choice: str = "auto",
+    formats: Mapping[str, str] | None = None,
+) -> Kernels:
     """The kernels for a model on ``device`` that computes in ``dtype``: "torch", "cpu" (compiled), "triton", or by
     :func:`default_choice` if ``choice`` is "auto". Raises ``ValueError`` if they cannot run here."""
     if choice == "auto":
@@ -157,9 +178,9 @@ def choose(device: torch.device, dtype: torch.dtype, deterministic: bool = False
             raise ValueError(f"--kernels cpu needs --device cpu and --dtype float32, not {device.type} and {dtype}")
         if not _installed("numba"):
             raise ValueError("--kernels cpu needs numba: install the extra dspark[cpu]")
-        return Kernels("numba", deterministic)
+        choice = "numba"
     if choice == "triton":
         if not _installed("triton"):
             raise ValueError("--kernels triton needs triton: install the extra dspark[triton]")
         importlib.import_module(".triton.jit", __name__).check_device(device)
-    return Kernels(choice, deterministic)
+    return Kernels(choice, deterministic, formats)

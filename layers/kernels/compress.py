@@ -59,9 +59,11 @@ def pool_windows(
     ``indexer`` the second compressor's in the last. ``ape`` [m, w] is added to the gates by position in the window.
     Without ``overlap`` (HCA) w = d and entry t pools positions t m .. t m + m - 1. With it (CSA) w = 2 d and entry t
     pools the first half of window t - 1 together with the second half of window t; the first window has no predecessor.
-    Softmax over the tokens of each channel in float32, RMSNorm, rotation at position t m.
+    A closing row of -1 is padding. Softmax over the tokens of each channel in float32, RMSNorm, rotation at position
+    t m.
     """
     at = plan.closing[ratio]
+    at = at[at >= 0]
     if at.numel() == 0:
         return
     keys, width = plan.keys, 2 * ape.shape[1]

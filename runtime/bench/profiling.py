@@ -158,7 +158,7 @@ def _timed_model(engine: Engine, watch: Stopwatch) -> Model:
     config, device = engine.config, engine.cache.page_table.device
     dtype = getattr(torch, config.dtype)
     source = OnDevice(CheckpointReader(config.model, engine.model.config, dtype), device)
-    kernels = TimedKernels(choose(device, dtype, config.deterministic, config.kernels), watch)
+    kernels = TimedKernels(choose(device, dtype, config.deterministic, config.kernels, config.formats), watch)
     build = family(engine.model.config.model_type).build
     return build(engine.model.config, source, engine.groups, kernels, config.max_context, device, dtype=dtype)
 

@@ -21,6 +21,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "serve": ("..bench.serve", "many requests at once against one by one, latencies, and a long prompt among them"),
     "dispatch": ("..bench.dispatch", "copies and bytes of tokens on their way to experts, by dispatcher"),
     "kernels": ("..bench.kernels", "times of GPU kernels against the floor of an H200; what they compile to"),
+    "synthetic": ("..bench.synthetic", "tokens per second of a made-up model of a few billion parameters on a GPU"),
     "memory": ("..bench.memory", "memory per token of context against the formula of dspark check"),
 }
 

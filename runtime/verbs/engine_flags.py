@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ...parallel.launch import Limits
 from ...parallel.topology import Topology
-from ..engine_config import DEVICES, DTYPES, KERNELS, VERIFY_MODES, EngineConfig
+from ..engine_config import DEVICES, DTYPES, EXPERT_FORMATS, KERNELS, LINEAR_FORMATS, VERIFY_MODES, EngineConfig
 from ..job import Job
 from ..progress import shown
 from ..session import Session
@@ -39,6 +39,24 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         choices=KERNELS,
         default=_DEFAULT.kernels,
         help="default: Triton's on a GPU, compiled ones for float32 on CPU, else plain torch",
+    )
+    group.add_argument(
+        "--expert-format",
+        choices=EXPERT_FORMATS,
+        default=_DEFAULT.expert_format,
+        help="how weights of routed experts are packed (default native: as --dtype)",
+    )
+    group.add_argument(
+        "--linear-format",
+        choices=LINEAR_FORMATS,
+        default=_DEFAULT.linear_format,
+        help="the same for output projections and the shared expert; fp8 packs their rows too",
+    )
+    group.add_argument(
+        "--no-graphs",
+        dest="graphs",
+        action="store_false",
+        help="do not record CUDA graphs of small steps (done on one GPU with Triton's kernels)",
     )
     group.add_argument(
         *("--max-running", "--max-running-requests", "--max-num-seqs"),
@@ -85,6 +103,14 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--cache-bytes", type=num_bytes, metavar="N", help="the same in bytes a rank, e.g. 512M, with the rings"
+    )
+    group.add_argument(
+        *("--gpu-memory-share", "--gpu-memory-utilization"),
+        dest="gpu_memory_share",
+        type=float,
+        default=_DEFAULT.gpu_memory_share,
+        metavar="X",
+        help=f"of a GPU's memory, what weights and cache may take together (default {_DEFAULT.gpu_memory_share})",
     )
     group.add_argument(
         "--admission",

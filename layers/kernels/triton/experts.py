@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from ..moe import Routing
+from ..quantised import PackedWeight
 from .jit import dot, launch, narrow, power
 
 BLOCK_N, BLOCK_K = 64, 64
@@ -85,10 +86,46 @@ def swiglu(gate, up, limit):
     return gate * tl.sigmoid(gate) * tl.minimum(tl.maximum(up, -limit), limit)
 
 
+NATIVE, FP8, FP4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def _e2m1(code):
+    """The numbers of FP4 codes, float32."""
+    exponent, mantissa = (code >> 1) & 3, (code & 1).to(tl.float32)
+    size = tl.where(exponent == 0, 0.5 * mantissa, (1.0 + 0.5 * mantissa) * (1 << exponent).to(tl.float32) * 0.5)
+    return tl.where((code & 8) != 0, -size, size)
+
+
+@triton.jit
+def _load_weight(
+    values, scales, expert, begin, column, num_in, num_out, inside, dtype: tl.constexpr,
+    BLOCK_K: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """Rows ``begin`` .. + BLOCK_K of an expert's weight at ``column`` [1, n], unpacked to ``dtype``; packed formats are
+    exact in bfloat16, since their scales are powers of two."""
+    k = (begin + tl.arange(0, BLOCK_K))[:, None]
+    mask = (k < num_in) & inside
+    if FORMAT == FP4:
+        pair = (begin // 2 + tl.arange(0, BLOCK_K // 2))[:, None]
+        at = values + (expert * tl.cdiv(num_in, 2) + pair) * num_out + column
+        codes = tl.load(at, mask=(2 * pair < num_in) & inside, other=0).to(tl.int32)
+        both = tl.permute(tl.join(_e2m1(codes & 15), _e2m1(codes >> 4)), (0, 2, 1))
+        weight = tl.reshape(both, (BLOCK_K, column.shape[1]))
+        scale = tl.load(scales + (expert * tl.cdiv(num_in, 32) + k // 32) * num_out + column, mask=mask, other=0.0)
+        return (weight * scale).to(dtype)
+    weight = tl.load(values + (expert * num_in + k) * num_out + column, mask=mask, other=0.0)
+    if FORMAT == FP8:  # a tile lies in one row of blocks
+        blocks = tl.cdiv(num_out, 128)
+        at = scales + (expert * tl.cdiv(num_in, 128) + begin // 128) * blocks + column // 128
+        weight = (weight.to(tl.float32) * tl.load(at, mask=inside, other=0.0)).to(dtype)
+    return weight
+
+
 @triton.jit
 def _first_product(
-    x, x_row, gate_up, order, tile_experts, out, num_in, width, top_k, limit,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, x_row, gate_up, scales, order, tile_experts, out, num_in, width, top_k, limit,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """``out`` [N BLOCK_M, I]: swiglu of the gate and up products of the picks' rows, at the picks' places."""
     expert = tl.load(tile_experts + tl.program_id(1)).to(tl.int64)
@@ -99,23 +136,27 @@ def _first_product(
     rows, real = (tl.maximum(pick, 0) // top_k).to(tl.int64)[:, None], (pick >= 0)[:, None]
     columns = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     inside = columns < width
-    weights = gate_up + expert * num_in * 2 * width + columns
     gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for begin in range(0, num_in, BLOCK_K):
         k = begin + tl.arange(0, BLOCK_K)
         a = tl.load(x + rows * x_row + k[None, :], mask=real & (k[None, :] < num_in), other=0.0)
-        at, mask = weights + k[:, None] * 2 * width, (k[:, None] < num_in) & inside
-        gate = dot(a, tl.load(at, mask=mask, other=0.0), gate)
-        up = dot(a, tl.load(at + width, mask=mask, other=0.0), up)
+        of_gate = _load_weight(
+            gate_up, scales, expert, begin, columns, num_in, 2 * width, inside, a.dtype, BLOCK_K, FORMAT
+        )
+        gate = dot(a, of_gate, gate)
+        of_up = _load_weight(
+            gate_up, scales, expert, begin, columns + width, num_in, 2 * width, inside, a.dtype, BLOCK_K, FORMAT
+        )
+        up = dot(a, of_up, up)
     result = narrow(swiglu(gate, up, limit), out.dtype.element_ty)
     tl.store(out + place[:, None] * width + columns, result, mask=real & inside)
 
 
 @triton.jit
 def _second_product(
-    inner, down, order, tile_experts, out, width, num_out,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    inner, down, scales, order, tile_experts, out, width, num_out,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """``out`` [P, D]: the down products of ``inner`` [N BLOCK_M, I], each at its pick."""
     expert = tl.load(tile_experts + tl.program_id(1)).to(tl.int64)
@@ -125,12 +166,11 @@ def _second_product(
     pick = tl.load(order + place).to(tl.int64)[:, None]
     columns = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     inside = columns < num_out
-    weights = down + expert * width * num_out + columns
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for begin in range(0, width, BLOCK_K):
         k = begin + tl.arange(0, BLOCK_K)
         a = tl.load(inner + place[:, None] * width + k[None, :], mask=(pick >= 0) & (k[None, :] < width), other=0.0)
-        b = tl.load(weights + k[:, None] * num_out, mask=(k[:, None] < width) & inside, other=0.0)
+        b = _load_weight(down, scales, expert, begin, columns, width, num_out, inside, a.dtype, BLOCK_K, FORMAT)
         acc = dot(a, b, acc)
     tl.store(out + pick * num_out + columns, narrow(acc, out.dtype.element_ty), mask=(pick >= 0) & inside)
 
@@ -164,31 +204,42 @@ def tile_rows(num_picks: int, num_experts: int, row_by_row: bool) -> int:
     return ROW_BY_ROW_BLOCK if row_by_row else min(power(triton.cdiv(num_picks, num_experts), 16), 128)
 
 
+def _forward(
+    x: torch.Tensor, routing: Routing, gate_up: PackedWeight, down: PackedWeight, limit: float, row_by_row: bool
+) -> torch.Tensor:
+    num_experts, num_in, width = gate_up.values.shape[0], gate_up.num_in, down.num_in
+    x, num_picks = x.contiguous(), routing.experts.numel()
+    block = tile_rows(num_picks, num_experts, row_by_row)
+    tiles = group_by_expert(routing.experts, num_experts, block)
+    num_tiles = tiles.experts.shape[0]
+    inner = torch.empty((num_tiles * block, width), dtype=x.dtype, device=x.device)
+    parts = torch.empty((num_picks, num_in), dtype=x.dtype, device=x.device)
+    sizes = {"BLOCK_M": block, "BLOCK_N": BLOCK_N, "BLOCK_K": BLOCK_K, "num_warps": 4 if block < 128 else 8}
+    sizes["FORMAT"] = {torch.float8_e4m3fn: 1, torch.uint8: 2}.get(gate_up.values.dtype, 0)
+    launch(
+        _first_product, (triton.cdiv(width, BLOCK_N), num_tiles), x, x.stride(0), gate_up.values, gate_up.scales,
+        tiles.order, tiles.experts, inner, num_in, width, routing.experts.shape[1], limit, **sizes, num_stages=3,
+    )  # fmt: skip
+    launch(
+        _second_product, (triton.cdiv(num_in, BLOCK_N), num_tiles), inner, down.values, down.scales, tiles.order,
+        tiles.experts, parts, width, num_in, **sizes, num_stages=4,
+    )  # fmt: skip
+    return combine(parts, routing, torch.empty_like(x))
+
+
 def bind_experts_forward(
     gate_up: torch.Tensor, down: torch.Tensor, limit: float, row_by_row: bool = False
 ) -> Callable[[torch.Tensor, Routing], torch.Tensor]:
     """See :func:`..moe.experts_forward`. A row's sums run in the order of its picks."""
-    num_experts, num_in, width = gate_up.shape[0], gate_up.shape[1], down.shape[1]
+    first, second = (PackedWeight(weight, weight, weight.shape[1]) for weight in (gate_up, down))
+    return lambda x, routing: _forward(x, routing, first, second, limit, row_by_row)
 
-    def experts_forward(x: torch.Tensor, routing: Routing) -> torch.Tensor:
-        x, num_picks = x.contiguous(), routing.experts.numel()
-        block = tile_rows(num_picks, num_experts, row_by_row)
-        tiles = group_by_expert(routing.experts, num_experts, block)
-        num_tiles = tiles.experts.shape[0]
-        inner = torch.empty((num_tiles * block, width), dtype=x.dtype, device=x.device)
-        parts = torch.empty((num_picks, num_in), dtype=x.dtype, device=x.device)
-        sizes = {"BLOCK_M": block, "BLOCK_N": BLOCK_N, "BLOCK_K": BLOCK_K, "num_warps": 4 if block < 128 else 8}
-        launch(
-            _first_product, (triton.cdiv(width, BLOCK_N), num_tiles), x, x.stride(0), gate_up, tiles.order,
-            tiles.experts, inner, num_in, width, routing.experts.shape[1], limit, **sizes, num_stages=3,
-        )  # fmt: skip
-        launch(
-            _second_product, (triton.cdiv(num_in, BLOCK_N), num_tiles), inner, down, tiles.order, tiles.experts, parts,
-            width, num_in, **sizes, num_stages=4,
-        )  # fmt: skip
-        return combine(parts, routing, torch.empty_like(x))
 
-    return experts_forward
+def bind_scaled_experts_forward(
+    gate_up: PackedWeight, down: PackedWeight, limit: float, row_by_row: bool = False
+) -> Callable[[torch.Tensor, Routing], torch.Tensor]:
+    """See :func:`..quantised.scaled_experts_forward`."""
+    return lambda x, routing: _forward(x, routing, gate_up, down, limit, row_by_row)
 
 
 @triton.jit
