@@ -31,7 +31,7 @@ class TimedKernels(Kernels):
     """The kernels of ``inner``, each call timed under the operation's name."""
 
     def __init__(self, inner: Kernels, watch: Stopwatch) -> None:
-        self.backend = inner.backend
+        self.backend, self.whole_sums = inner.backend, inner.whole_sums
         self._inner, self._watch = inner, watch
 
     def bind(self, operation: str, **weights: object) -> Callable[..., object]:
