@@ -37,6 +37,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "calibrate": (".verbs.calibrate", "fit the temperatures of a draft's confidences, for --sts"),
     "train-draft": (".verbs.train_draft", "train a draft for a target: dspark, dflash, mtp, eagle3"),
     "score": (".verbs.score", "log-probabilities of given tokens"),
+    "dry-run": (".verbs.dry_run", "what a command would be on a cluster: layout, groups, memory per rank"),
     "bench": (".verbs.bench", "speed and memory against a stated baseline"),
 }
 

@@ -5,6 +5,7 @@
 #   bash scripts/demo.sh --prompt 'def main():'  options of "dspark generate"
 set -euo pipefail
 
+# shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare cpu
 

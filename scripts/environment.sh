@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by the other scripts: a virtual environment in the checkout with this package in it.
 #
 #   prepare EXTRAS     e.g. prepare cpu; sets $ROOT and $PYTHON. Does nothing when that was done before.
@@ -42,7 +43,7 @@ make_venv() {
 is_installed() {
     local wanted="$1" extras="$2" stamp extra
     for stamp in "$VENV"/installed-*; do
-        [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] || continue
+        if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then continue; fi
         for extra in ${extras//,/ }; do
             case ",${stamp##*/installed-}," in *",$extra,"*) ;; *) continue 2 ;; esac
         done

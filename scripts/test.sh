@@ -5,6 +5,7 @@
 #   bash scripts/test.sh tests/runtime -k sampling
 set -euo pipefail
 
+# shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare dev,cpu
 

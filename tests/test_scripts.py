@@ -1,17 +1,82 @@
 """The shell scripts: they parse, find a Python, and say what is missing."""
 
 import pathlib
+import shutil
 import subprocess
 
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-SCRIPTS = sorted([*(ROOT / "scripts").glob("*.sh"), ROOT / ".ci" / "run"])
+SCRIPTS = sorted([*(ROOT / "scripts").glob("*.sh"), *(ROOT / "scripts").glob("*.sbatch"), ROOT / ".ci" / "run"])
+LAUNCHERS = ("torchrun.sh", "mpirun.sh", "slurm-srun.sbatch", "slurm-torchrun.sbatch")
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_scripts_parse(script):
     subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+def test_shellcheck_has_nothing_to_say():
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed")
+    done = subprocess.run(["shellcheck", "-x", *map(str, SCRIPTS)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def launcher(name, *args, tools, **variables):
+    """A launcher with a Python that prints its arguments, and ``tools`` first in PATH."""
+    fake(tools, "python", 'case "$1" in -c) ;; *) printf "%s\\n" "$*" ;; esac')
+    environ = {"PATH": f"{tools}:/usr/bin:/bin", "DSPARK_PYTHON": str(tools / "python"), "DSPARK_ROOT": str(ROOT)}
+    script = ["bash", str(ROOT / "scripts" / name), *args]
+    return subprocess.run(script, env=environ | variables, capture_output=True, text=True, cwd=tools)
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_a_dry_run_prints_the_command_and_starts_nothing(name, tmp_path):
+    options = ["--head", "h"] if name == "torchrun.sh" else []
+    tools = tmp_path / "tools"
+    done = launcher(name, "--dry-run", "--nodes", "2", "--procs", "4", *options, "generate", "--pp", "2", tools=tools)
+    assert done.returncode == 0, done.stderr
+    first, *rest = done.stdout.splitlines()
+    assert "would run, on each of 2 nodes:" in first and first.endswith("generate --pp 2")
+    assert rest[-1] == "-m dspark.runtime dry-run --world 8 --gpus-per-node 4 -- generate --pp 2"
+    assert not (tools / "logs").exists()
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        ([], "what shall run?"),
+        (["--nodes", "two", "generate"], "two is no number"),
+        (["--speed", "3", "generate"], "unknown option --speed"),
+        (["--nodes"], "--nodes needs a value"),
+    ],
+)
+def test_mistakes_are_status_2(name, args, words, tmp_path):
+    done = launcher(name, *args, tools=tmp_path / "tools")
+    assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_torchrun_on_several_nodes_asks_for_the_head(tmp_path):
+    done = launcher("torchrun.sh", "--nodes", "2", "--procs", "1", "generate", tools=tmp_path / "tools")
+    assert done.returncode == 2 and "--head" in done.stderr
+    more = ["--nodes", "2", "--procs", "1", "--node-rank", "2", "--head", "h", "generate"]
+    done = launcher("torchrun.sh", *more, tools=tmp_path / "tools")
+    assert done.returncode == 2 and "--node-rank 2 is not one of 2 nodes" in done.stderr
+
+
+def test_the_srun_script_sets_what_ranks_read_and_carries_the_status(tmp_path):
+    """Under a fake srun that runs one task: address from the node list, port from the job's id, its status."""
+    tools = tmp_path / "tools"
+    fake(tools, "srun", 'env | grep -E "^(MASTER|DSPARK)_" | sort; printf "%s\\n" "$*"; exit 7')
+    fake(tools, "scontrol", 'case "$*" in *hostnames*) echo n0; echo n1 ;; *) echo "x NodeAddr=10.1.2.3 y" ;; esac')
+    fake(tools, "getent", "exit 2")
+    slurm = {"SLURM_JOB_ID": "20001", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[0-1]"}
+    done = launcher("slurm-srun.sbatch", "--logs", str(tmp_path / "l"), "generate", tools=tools, **slurm)
+    assert done.returncode == 7, done.stderr
+    assert "MASTER_ADDR=10.1.2.3\nMASTER_PORT=20001\n" in done.stdout and "--kill-on-bad-exit=1" in done.stdout
+    assert done.stdout.rstrip().endswith("rank generate")
 
 
 def checkout(tmp_path):

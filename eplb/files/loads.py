@@ -15,6 +15,7 @@ Shapes: S windows, L layers, E experts, P slots.
 
 from __future__ import annotations
 
+import math
 import pathlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ from typing import Any
 import numpy as np
 
 from .safe import parse_json, read_csv, read_json_lines, read_npz, read_pt, read_text, to_array
+
+# A table may leave cells out, so its size says nothing about that of the array.
+MOST_COUNTS = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -128,6 +132,8 @@ def _read_csv(path: pathlib.Path) -> np.ndarray:
     missing = {"layer", "expert", "count"} - set(heading)
     if missing or not len(table):
         raise ValueError(f"{path} has the columns {heading} and {len(table)} rows; needed are layer, expert, count")
+    if table.shape[1:] != (len(heading),):
+        raise ValueError(f"{path} has {len(heading)} columns in its heading, but {table.shape[1]} in its rows")
     column = {name: table[:, n] for n, name in enumerate(heading)}
     window = column.get("window", np.zeros(len(table)))
     index = []
@@ -135,7 +141,10 @@ def _read_csv(path: pathlib.Path) -> np.ndarray:
         if (values < 0).any() or (values != np.floor(values)).any() or values.max() > 1e6:
             raise ValueError(f"{path}: a {name} must be a whole number from 0 on")
         index.append(values.astype(np.int64))
-    load = np.zeros([int(values.max()) + 1 for values in index])
+    sizes = [int(values.max()) + 1 for values in index]
+    if math.prod(sizes) > MOST_COUNTS:
+        raise ValueError(f"{path} names {sizes} windows, layers and experts, more than {MOST_COUNTS} counts")
+    load = np.zeros(sizes)
     if len(np.unique(np.stack(index, 1), axis=0)) < len(table):
         raise ValueError(f"{path} gives a window, layer and expert more than once")
     load[tuple(index)] = column["count"]

@@ -161,8 +161,11 @@ def _read_vllm(path: pathlib.Path) -> MapFile:
         assignments = {int(layer): row for layer, row in record["initial_global_assignments"].items()}
     except (AttributeError, ValueError) as error:
         raise ValueError(f"{path}: initial_global_assignments must map layer numbers to lists ({error})") from error
-    experts = int(record["num_slots"]) - int(record["num_redundant_experts"])
-    found = _by_layer(assignments, int(record["num_slots"]), path)
+    for name in ("num_slots", "num_redundant_experts"):
+        if type(record[name]) is not int:
+            raise ValueError(f"{path}: {name} is {record[name]!r:.60}, not a whole number")
+    experts = record["num_slots"] - record["num_redundant_experts"]
+    found = _by_layer(assignments, record["num_slots"], path)
     return MapFile(found.slots, num_experts=experts, layers=found.layers)
 
 

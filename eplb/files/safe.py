@@ -11,6 +11,7 @@ import io
 import json
 import os
 import pathlib
+import struct
 import zipfile
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,8 +25,11 @@ def check_size(path: pathlib.Path, most: int = MOST_BYTES) -> None:
     """Refuse a file above ``most`` bytes, packed or unpacked."""
     size = path.stat().st_size
     if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            size = max(size, sum(entry.file_size for entry in archive.infolist()))
+        try:
+            with zipfile.ZipFile(path) as archive:
+                size = max(size, sum(entry.file_size for entry in archive.infolist()))
+        except (zipfile.BadZipFile, NotImplementedError, struct.error) as error:
+            raise ValueError(f"{path} is a broken archive: {error}") from error
     if size > most:
         raise ValueError(f"{path} holds {size} bytes, more than the {most} that are read")
 

@@ -41,7 +41,7 @@ def model_type(config: dict[str, Any]) -> str:
         name = ARCHITECTURES.get(architectures[0], architectures[0]) if isinstance(architectures[0], str) else ""
     if name is None:
         return "deepseek_v4"
-    if name not in MODELS:
+    if not isinstance(name, str) or name not in MODELS:
         raise ValueError(f"config.json: model_type is {name!r:.60}; supported models: {', '.join(MODELS)}")
     return name
 

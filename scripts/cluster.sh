@@ -1,0 +1,108 @@
+# Sourced by the launchers: their options, how a job is ended, and which Python runs it. Expects $ROOT, the checkout.
+# shellcheck shell=bash disable=SC2034
+
+export PYTHONSAFEPATH=1 PYTHONFAULTHANDLER=1 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+
+NODES="" PROCS="" NODE_RANK="" HEAD="" PORT="" INTERFACE="" LOGS="" DRY_RUN=""
+COMMAND=()
+
+fail() {
+    printf '%s: %s\n' "${0##*/}" "$*" >&2
+    exit 2
+}
+
+# Options of the launcher come first, then the verb with its own; they end up in the variables above.
+read_options() {
+    while [ $# -gt 0 ]; do
+        case "$1" in
+        --dry-run) DRY_RUN=yes && shift && continue ;;
+        --help) usage && exit 0 ;;
+        --*) [ $# -ge 2 ] || fail "$1 needs a value" ;;
+        *) break ;;
+        esac
+        case "$1" in
+        --nodes) NODES="$2" ;;
+        --procs) PROCS="$2" ;;
+        --node-rank) NODE_RANK="$2" ;;
+        --head) HEAD="$2" ;;
+        --port) PORT="$2" ;;
+        --interface) INTERFACE="$2" ;;
+        --logs) LOGS="$2" ;;
+        *) fail "unknown option $1 (see --help); options of dspark come after its verb" ;;
+        esac
+        shift 2
+    done
+    [ $# -gt 0 ] || fail "what shall run? give a verb such as generate (see --help)"
+    COMMAND=("$@")
+    local name
+    for name in NODES PROCS NODE_RANK PORT; do
+        case "${!name}" in *[!0-9]*) fail "${!name} is no number" ;; esac
+    done
+}
+
+# The Python of $DSPARK_PYTHON, of the checkout's own environment, or of the shell's.
+choose_python() {
+    PYTHON="${DSPARK_PYTHON:-$ROOT/.venv/bin/python}"
+    [ -n "${DSPARK_PYTHON:-}" ] || [ -x "$PYTHON" ] || PYTHON="$(command -v python3)"
+    "$PYTHON" -c 'import dspark.runtime' || fail "$PYTHON has no dspark; install it there or set DSPARK_PYTHON"
+}
+
+# GPUs of this node, else one process.
+count_procs() {
+    local gpus="${SLURM_GPUS_ON_NODE:-}"
+    [ -n "$gpus" ] || gpus="$({ nvidia-smi --list-gpus 2>/dev/null || true; } | wc -l)"
+    PROCS="${PROCS:-$((gpus > 0 ? gpus : 1))}"
+}
+
+# The fabric: which interface carries the job, and the head's address on it. Run on the head.
+use_interface() {
+    [ -n "$INTERFACE" ] || return 0
+    export GLOO_SOCKET_IFNAME="$INTERFACE" NCCL_SOCKET_IFNAME="$INTERFACE"
+    [ -n "$HEAD" ] && return 0
+    HEAD="$(ip -4 -o addr show dev "$INTERFACE" | awk '{ sub("/.*", "", $4); print $4; exit }')"
+    [ -n "$HEAD" ] || fail "the interface $INTERFACE has no IPv4 address here"
+}
+
+# Two jobs that share a host rarely share a port.
+port_of_job() { printf '%s\n' $((15000 + $1 % 15000)); }
+
+# Prints what would run, and what it would be on these nodes; $@ is the command.
+show_plan() {
+    printf 'would run, on each of %s nodes:' "$NODES"
+    printf ' %q' "$@"
+    printf '\n\n'
+    "$PYTHON" -m dspark.runtime dry-run --world "$((NODES * PROCS))" --gpus-per-node "$PROCS" -- "${COMMAND[@]}"
+}
+
+# Whether the head cannot be reached. One that refuses has ended by itself.
+head_is_cut_off() {
+    local answer status=0
+    [ -n "$HEAD" ] || return 1
+    answer="$(timeout 2 bash -c ": <>/dev/tcp/$HEAD/$PORT" 2>&1)" || status=$?
+    [ "$status" -ne 0 ] && [ "${answer%refused*}" = "$answer" ]
+}
+
+# Runs $@ in the background until it ends, passing SIGTERM and SIGINT on to it; returns its status. An agent whose
+# ranks have all ended would wait long for a head that is gone, so it is ended.
+supervise() {
+    local pid status=0 idle=0 had_ranks=""
+    "$@" &
+    pid=$!
+    trap 'kill -TERM "$pid" 2>/dev/null' TERM
+    trap 'kill -INT "$pid" 2>/dev/null; interrupted=yes' INT
+    while kill -0 "$pid" 2>/dev/null; do
+        sleep 1 &
+        wait $! || true
+        if pgrep -P "$pid" >/dev/null; then
+            had_ranks=yes idle=0
+        elif [ -n "$had_ranks" ]; then
+            idle=$((idle + 1))
+            if [ "$idle" -ge 60 ] || { [ "$idle" -ge 2 ] && head_is_cut_off; }; then
+                kill -KILL "$pid" 2>/dev/null || true
+            fi
+        fi
+    done
+    wait "$pid" || status=$?
+    [ -z "${interrupted:-}" ] || status=130
+    return "$status"
+}
