@@ -10,6 +10,7 @@ finish makes the current stream wait for it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -38,6 +39,7 @@ class SharedBuffer:
         num_local = sizes.num_experts // size
         self.max_tokens = -(-sizes.max_tokens_per_rank // ROWS_STEP) * ROWS_STEP
         self._sizes, self._dirty, self._open = sizes, False, 0
+        self._arriving: Callable[[], None] | None = None
         num_nvl = num_rdma = 0
         if normal:
             for config in (library.get_dispatch_config(size), library.get_combine_config(size)):
@@ -79,6 +81,22 @@ class SharedBuffer:
         if self._open == 2:
             raise RuntimeError("two dispatches are under way, and there are two buffers: finish a combine first")
         self._open += 1
+
+    def before_sending(self) -> None:
+        """Receive what is still on its way: each low-latency kernel that sends clears the flags of the other buffer."""
+        if self._arriving is not None:
+            self._arriving()
+
+    def sent(self, hook: Callable[[], None]) -> Callable[[], None]:
+        """The receiving ``hook`` of a low-latency kernel just started, made safe to be called again."""
+
+        def receive() -> None:
+            if self._arriving is receive:
+                self._arriving = None
+                hook()
+
+        self._arriving = receive
+        return receive
 
     def end_exchange(self) -> None:
         """The buffer of an exchange is free again."""
@@ -168,20 +186,22 @@ class LowLatency:
         """See :meth:`.base.Dispatcher.begin_dispatch`."""
         self._order.enter("begin_dispatch")
         self._buffer.begin_exchange()
+        self._buffer.before_sending()
         self._sent = (x.contiguous(), experts.contiguous(), weights.contiguous())
-        self._arriving = self._buffer.library.low_latency_dispatch(
+        *self._arriving, _, hook = self._buffer.library.low_latency_dispatch(
             *self._sent[:2],
             self._buffer.max_tokens,
             self._sizes.num_experts,
             use_fp8=self._sizes.fp8,
             return_recv_hook=True,
         )
+        self._receive = self._buffer.sent(hook)
 
     def finish_dispatch(self) -> Received:
         """See :meth:`.base.Dispatcher.finish_dispatch`. Every received row is for one expert."""
         self._order.enter("finish_dispatch", 1)
-        received, counts, self._handle, _, receive = self._arriving
-        receive()
+        self._receive()
+        received, counts, self._handle = self._arriving
         x, scales = received if self._sizes.fp8 else (received, None)
         self._filled = torch.arange(x.shape[1], device=x.device) < counts.unsqueeze(1)
         rows = x[self._filled]
@@ -199,17 +219,18 @@ class LowLatency:
         outgoing = library.get_next_low_latency_combine_buffer(self._handle)
         outgoing[self._filled] = y
         _, experts, weights = self._sent
-        self._returning = library.low_latency_combine(
+        self._buffer.before_sending()
+        self._returning, _, hook = library.low_latency_combine(
             outgoing, experts, weights, self._handle, zero_copy=True, return_recv_hook=True
         )
+        self._receive = self._buffer.sent(hook)
 
     def finish_combine(self) -> torch.Tensor:
         """See :meth:`.base.Dispatcher.finish_combine`. Good until the second exchange after this one."""
         self._order.enter("finish_combine")
-        out, _, receive = self._returning
-        receive()
+        self._receive()
         self._buffer.end_exchange()
-        self._sent = self._arriving = self._handle = self._returning = None
+        out, self._sent, self._arriving, self._handle, self._returning = self._returning, None, None, None, None
         return out
 
 

@@ -96,6 +96,15 @@ def _low_latency_rules(group):
     assert received.isnan().all() and bool((counts < 0).all())
     hook()
     assert counts.tolist() == ([4, 4] if group.rank() == 0 else [2, 2])
+    later = buffer.low_latency_dispatch(x, topk, 8, 4, use_fp8=False, return_recv_hook=True)
+    with pytest.raises(deep_ep.Misuse, match="sending while a result is awaited"):
+        buffer.low_latency_combine(received, topk, weights, handle)
+    later[-1]()
+    buffer.low_latency_combine(later[0], topk, weights, later[2])
+    received, counts, handle, event, hook = buffer.low_latency_dispatch(
+        x, topk, 8, 4, use_fp8=False, return_recv_hook=True
+    )
+    hook()
     with pytest.raises(deep_ep.Misuse, match="received twice"):
         hook()
     with pytest.raises(deep_ep.Misuse, match="normal mode while"):

@@ -322,7 +322,6 @@ class Buffer:
         check_topk(topk_idx, num_experts, ranks)
         check_weights(topk_weights, topk_idx)
         require(self._open > 0, "combine without a dispatch")
-        require(self._unread < 2, "two receive hooks are still open")
         self._begin(async_finish, return_recv_hook)
         self._open -= 1
         # Row ``(rank, token, slot)`` of each source goes back to it.
@@ -366,6 +365,7 @@ class Buffer:
     def _begin(self, async_finish, return_recv_hook):
         """A kernel that uses the next of the two buffers: what the kernel before the last gave is overwritten."""
         require(not (async_finish and return_recv_hook), "async_finish and return_recv_hook exclude each other")
+        require(self._unread == 0, "sending while a result is awaited: the flags of the other buffer are cleared")
         require(not self._dirty, "low latency after normal mode without clean_low_latency_buffer")
         if len(self._results) == 2:
             for reference in self._results.pop(0):
