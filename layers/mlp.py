@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from ..parallel.groups import Group
 from .kernels import Kernels
 from .linear import MergedColumnParallelLinear, RowParallelLinear
 from .params import Scope
+from .stages import Point, Stages
 
 
 class MLPSizes(NamedTuple):
@@ -33,9 +34,9 @@ class MLP:
 
     def stages(
         self, x: torch.Tensor, start_sum: Callable[[torch.Tensor], Pending]
-    ) -> Generator[None, None, torch.Tensor]:
+    ) -> Stages[torch.Tensor]:
         """Normed rows [T, D] -> what ``start_sum`` makes of this rank's summand [T, D]. Collective; yields once, while
         the sum is in flight."""
         pending = start_sum(self._down.partial(self._swiglu(self._gate_up(x))))
-        yield
+        yield Point.SUMMING
         return pending.wait()

@@ -10,7 +10,6 @@ adds the whole shared expert to its own rows.
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from typing import NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ from .kernels.moe import Routing
 from .linear import MergedColumnParallelLinear, RowParallelLinear, columns_of, divide
 from .params import Scope
 from .probe import Probe
+from .stages import Point, Stages
 
 
 class MoESizes(NamedTuple):
@@ -161,24 +161,23 @@ class MoE:
 
     def stages(
         self, x: torch.Tensor, ids: torch.Tensor, exchange: Exchange, probe: Probe
-    ) -> Generator[None, None, torch.Tensor]:
-        """Normed rows ``x`` [t, D] of this rank and their token ids [t] -> [t, D]. Collective.
-
-        Yields while rows travel to the experts and while their sums travel back.
-        """
+    ) -> Stages[torch.Tensor]:
+        """Normed rows ``x`` [t, D] of this rank and their token ids [t] -> [t, D]. Collective."""
         routing, dispatcher = self._router(x, ids), exchange.dispatcher
         probe("experts", self._layer, routing.experts)
         probe("expert_weights", self._layer, routing.weights)
+        yield Point.ROUTED
         dispatcher.begin_dispatch(x, routing.experts, routing.weights)
-        yield
         shared = self._shared(x) if self._adds_shared and exchange.in_pieces else None
+        yield Point.SENT
         received = dispatcher.finish_dispatch()
         for rows in received.pieces:
             y = self._experts(received, rows)
             dispatcher.begin_combine(y if self._adds_shared else y + self._shared(received.x[rows]))
-        yield
+        yield Point.RETURNING
         out = dispatcher.finish_combine()
         if self._adds_shared:
             out = out + (self._shared(x) if shared is None else shared)
         probe("moe_out", self._layer, out)
+        yield Point.RETURNED
         return out

@@ -35,12 +35,13 @@ class Agreement:
         """``value`` of every row owner, in order. Collective over the row owners."""
         return tuple(row[0] for row in self._exchange([value]))
 
-    def shapes(self, num_rows: int, num_requests: int, has_prefill: bool) -> Shapes:
-        """The shapes of the next forward, from every row owner's own. Collective over the row owners."""
-        table = self._exchange([num_rows, num_requests, int(has_prefill)])
-        rows = tuple(row[0] for row in table)
-        requests = tuple(row[1] for row in table[:: self._groups.attn_cp.size])
-        return Shapes(rows, requests, any(row[2] for row in table))
+    def shapes(self, num_rows: Sequence[int], num_requests: int, has_prefill: bool) -> list[Shapes | tuple[int, ...]]:
+        """The shapes of the next forward, from every row owner's own, and then the rows of each part of it that
+        ``num_rows`` has beside the whole. Collective over the row owners."""
+        table = self._exchange([num_requests, int(has_prefill), *num_rows])
+        whole, *parts = (tuple(row[2 + i] for row in table) for i in range(len(num_rows)))
+        requests = tuple(row[0] for row in table[:: self._groups.attn_cp.size])
+        return [Shapes(whole, requests, any(row[1] for row in table)), *parts]
 
     def _exchange(self, row: list[int]) -> list[list[int]]:
         return all_gather_ints(row, self._groups.attn_rows, self._device)

@@ -22,7 +22,7 @@ import torch
 from ..comm.collectives import all_gather_ints, broadcast
 from ..comm.pipeline import StageLink
 from ..parallel.groups import Groups
-from .agreement import Agreement, Shapes, split_rows
+from .agreement import Agreement
 from .cache import Cache
 from .decide import Drafted, Ends, Recorder, StopStrings, make_decider
 from .draft import Drafter, DraftRequests
@@ -37,7 +37,8 @@ from .scheduler import Counts, Scheduler, StepPlan, lightest
 from .sequence import RequestState
 from .spec.rows import BlockPlan
 from .spec.schedule import VerifyPolicy
-from .step import Span, Step, build_step
+from .step import Span, Step
+from .step_maker import StepMaker, Steps
 
 REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length")  # by Verdict.finish
 
@@ -50,8 +51,7 @@ class Flight(NamedTuple):
     """
 
     plan: StepPlan
-    step: Step
-    shapes: Shapes
+    steps: Steps
     states: list[RequestState]
     num_decoding: int
     drafted: Drafted
@@ -79,6 +79,7 @@ class Engine:
         self._may_skip_drafts = config.verify == "async"
         self._device = cache.page_table.device
         self._agreement = Agreement(groups, self._device)
+        self._make_steps = StepMaker(config, groups, cache, self._agreement, model.config.vocab_size)
         num_snapshots = config.num_snapshots
         self.tree = PrefixTree(cache, num_snapshots) if num_snapshots else None
         num_ranks = groups.attn_dp.size
@@ -150,7 +151,7 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether any request is unfinished, or a step with rows under way; the same on every rank."""
-        return bool(self._states) or any(sum(flight.shapes.rows) for flight in self._flights)
+        return bool(self._states) or any(sum(flight.steps.shapes.rows) for flight in self._flights)
 
     @property
     def counts(self) -> Counts:
@@ -181,25 +182,25 @@ class Engine:
             for copy in flight.plan.copies:
                 for snapshots in self._snapshots:
                     snapshots.apply(copy)
-            if sum(flight.shapes.rows):
-                output = self._run(flight.step)
+            if sum(flight.steps.shapes.rows):
+                output = self._run(flight.steps)
         if len(self._flights) < self._link.num_stages:
             return []
         return self._land(self._flights.pop(), output)
 
-    def _run(self, step: Step) -> ModelOutput | None:
-        if self._graphs is not None and self._graphs.fits(step):
-            return self._graphs.run(step)
-        return self.model.run_stage(step, self.cache, self._link)
+    def _run(self, steps: Steps) -> tuple[ModelOutput, ...] | None:
+        if self._graphs is not None and self._graphs.fits(steps.steps[0]):
+            return (self._graphs.run(*steps.steps),)
+        return self.model.run_stage(steps.steps, self.cache, self._link, steps.in_pieces)
 
     def logits(self, step: Step) -> torch.Tensor:
         """The logits [N, V] of one ``step`` on every rank, outside of any request. Collective over the job."""
-        output = self.model.run_stage(step, self.cache, self._link)
+        output = self.model.run_stage([step], self.cache, self._link)
         num_logits, vocab_size = step.num_logits, self.model.config.vocab_size
         if output is None:
             logits = torch.empty((num_logits, vocab_size), device=self._device)
         else:
-            logits = output.logits.contiguous()
+            logits = output[0].logits.contiguous()
         return broadcast(logits, self.groups.pp, self._link.num_stages - 1)
 
     def _launch(self) -> Flight:
@@ -208,30 +209,31 @@ class Engine:
         drafted = self._draft(plan)
         completed = [chunk.state for chunk in plan.chunks if chunk.completes]
         states = plan.decoding + completed
-        step, shapes = self._build(plan, drafted, len(states))
+        steps = self._build(plan, drafted, len(states))
         for chunk in plan.chunks:
             chunk.state.num_cached += chunk.num_tokens
         for state in states:
             state.in_flight = True
-        return Flight(plan, step, shapes, states, len(plan.decoding), drafted.followed_by(len(completed)))
+        return Flight(plan, steps, states, len(plan.decoding), drafted.followed_by(len(completed)))
 
-    def _land(self, flight: Flight, output: ModelOutput | None) -> list[TokenEvent]:
+    def _land(self, flight: Flight, output: tuple[ModelOutput, ...] | None) -> list[TokenEvent]:
         """Decide what the last stage's ``output`` gives to the flight's requests, tell all ranks, and apply it."""
-        if output is not None:
-            self.drafter.observe(output.taps, flight.step)
+        for part, step in zip(output or (), flight.steps.steps):
+            self.drafter.observe(part.taps, step)
+        logits = None if output is None else _joined([part.logits for part in output])
         self._scheduler.landed(flight.plan)
-        if not sum(flight.shapes.requests):
+        if not sum(flight.steps.shapes.requests):
             return []
-        shape = (sum(flight.shapes.requests), table_width(self.drafter.gamma))
+        shape = (sum(flight.steps.shapes.requests), table_width(self.drafter.gamma))
         table = torch.empty(shape, dtype=torch.int64, device=self._device)
         if self._decider:
-            own = self._decider.judge(flight.states, flight.num_decoding, output.logits, flight.drafted)
-            table = self._agreement.collect(own.to(self._device), flight.shapes.requests)
+            own = self._decider.judge(flight.states, flight.num_decoding, logits, flight.drafted)
+            table = self._agreement.collect(own.to(self._device), flight.steps.shapes.requests)
         table = self._to_first(table)
         if self.groups.world.rank == 0:
             table = self._ends.at_strings(self._states, table)
         rows = [Outcome.from_row(row) for row in broadcast(table, self.groups.world).tolist()]
-        logprobs = self._logprobs(flight, output, rows)
+        logprobs = self._logprobs(flight, logits, rows)
         for state in flight.states:
             state.in_flight = False
         events = [self._apply(row, found) for row, found in zip(rows, logprobs)]
@@ -289,24 +291,17 @@ class Engine:
             wish = broadcast(wish, self.groups.attn_block)
         return bool(broadcast(wish, self.groups.pp, self._link.num_stages - 1))
 
-    def _build(self, plan: StepPlan, drafted: Drafted, num_requests: int) -> tuple[Step, Shapes]:
+    def _build(self, plan: StepPlan, drafted: Drafted, num_requests: int) -> Steps:
         spans = []
         for state, drafts, length in zip(plan.decoding, drafted.drafts.tolist(), drafted.lens.tolist()):
             spans.append(Span(state.slot, state.num_cached, [state.tokens[-1], *drafts[:length]], length + 1))
         for state, num_tokens, completes in plan.chunks:
             start = state.num_cached
             spans.append(Span(state.slot, start, state.tokens[start : start + num_tokens], int(completes)))
-        lengths = [len(span.tokens) for span in spans]
-        replicate = self.config.cp_decode == "replicate" and not plan.chunks
-        split = split_rows(lengths, self.config.cp_split, self.groups, replicate)
-        num_rows = sum(lengths) if split is None else len(split.owned[split.group.rank])
-        shapes = self._agreement.shapes(num_rows, num_requests, bool(plan.chunks))
-        layout, vocab_size = self.cache.layout, self.model.config.vocab_size
-        sizes = {"split": split, "counts": shapes.rows, "has_prefill": shapes.has_prefill}
-        return build_step(spans, self.cache.page_table, layout.ratios, vocab_size, **sizes), shapes
+        return self._make_steps(spans, num_requests, bool(plan.chunks))
 
     def _logprobs(
-        self, flight: Flight, output: ModelOutput | None, rows: list[Outcome]
+        self, flight: Flight, logits: torch.Tensor | None, rows: list[Outcome]
     ) -> list[tuple[TokenLogprob, ...]]:
         """Log-probabilities of the emitted tokens, row by row, on the first rank; empty where not asked for."""
         known = [self._states[row.number] for row in rows if row.number in self._states]
@@ -319,8 +314,8 @@ class Engine:
         if self._decider:
             emitted = {row.number: row.tokens for row in rows}
             tokens = [emitted[state.number] for state in flight.states]
-            own = self._decider.logprobs(flight.states, tokens, output.logits, flight.drafted, num_top)
-            table = self._agreement.collect(own.to(self._device), flight.shapes.requests)
+            own = self._decider.logprobs(flight.states, tokens, logits, flight.drafted, num_top)
+            table = self._agreement.collect(own.to(self._device), flight.steps.shapes.requests)
         table = self._to_first(table).cpu()
         if self.groups.world.rank != 0:
             return [()] * len(rows)
@@ -345,3 +340,7 @@ class Engine:
         if reason is not None:
             self._forget(state)
         return event
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

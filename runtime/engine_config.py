@@ -46,7 +46,8 @@ class EngineConfig:
     ``max_running``) of finished prefixes for requests that begin alike.
 
     ``max_tokens_per_rank``: rows that a rank may send to experts at once where buffers are fixed (``None``: what the
-    other options can need). ``fp8_dispatch``: they travel as 8-bit floats there.
+    other options can need). ``fp8_dispatch``: they travel as 8-bit floats there. ``overlap_min_rows``: with fewer rows
+    on the busiest rank a step is run without overlap, since that would cost more than it hides.
     """
 
     model: str | None = None
@@ -82,6 +83,7 @@ class EngineConfig:
     dispatch_backend: str = "auto"
     max_tokens_per_rank: int | None = None
     fp8_dispatch: bool = False
+    overlap_min_rows: int = 256
 
     @property
     def all_to_all(self) -> bool:
@@ -146,6 +148,7 @@ class EngineConfig:
             ("cache_bytes", 1, None),
             ("prefix_pages", 1, None),
             ("max_tokens_per_rank", 1, None),
+            ("overlap_min_rows", 1, None),
             ("seed", 0, (1 << 63) - 1),
         ):
             value = getattr(self, name)
@@ -178,15 +181,6 @@ class EngineConfig:
             raise ValueError(f"--prefix-pages {self.prefix_pages} keeps nothing without --prefix-cache")
         _ = dispatcher_class(self.dispatcher, "torch" if self.dispatch_backend == "auto" else self.dispatch_backend)
         return self
-
-
-def check_supported(config: EngineConfig) -> None:
-    """Raise ``ValueError`` for options that are understood but not built yet. Remove a line when its feature lands."""
-    for name, built in (("overlap", ("none",)),):
-        value = getattr(config, name)
-        if value not in built:
-            shown = _flag(name) if value is True else f"{_flag(name)} {value}"
-            raise ValueError(f"{shown} is not available yet in this version; leave it out")
 
 
 def resolve(

@@ -18,7 +18,7 @@ from .checkpoint import bundled_model
 from .checkpoint.placement import check_layout
 from .digest import files_digest
 from .draft import own_draft
-from .engine_config import EngineConfig, check_supported, resolve
+from .engine_config import EngineConfig, resolve
 from .model_config import Config, load_model_config
 from .ranks_table import ranks_table
 from .tokenizer import Tokenizer
@@ -122,7 +122,6 @@ class _Plan:
         """Everything that must be equal on all ranks; raises ``ValueError`` or ``OSError`` for what cannot be run."""
         given = self._given.validate()
         topology = self._make_topology(self._world, None)
-        check_supported(given)
         self.folder = pathlib.Path(given.model) if given.model else bundled_model()
         self.model = load_model_config(self.folder)
         check_layout(self.model, topology, given.all_to_all, given.draft != "none")

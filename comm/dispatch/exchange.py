@@ -26,10 +26,9 @@ class Exchange:
         self._shares = shares(count, self._group.size) if dispatcher.all_to_all else None
         dispatcher.open(rows)
 
-    @property
-    def num_rows(self) -> int | None:
-        """t, where it is not T; else None."""
-        return None if self._shares is None else self._shares[self._group.rank]
+    def count_own(self, num_rows: int) -> int:
+        """t, of T = ``num_rows``."""
+        return num_rows if self._shares is None else self._shares[self._group.rank]
 
     def own(self, x: torch.Tensor) -> torch.Tensor:
         """The rows here [t, ...] of attention rows [T, ...]."""

@@ -7,7 +7,7 @@ and sizes that say what a layer keeps (``cache``), how it may be cut (``problems
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -18,6 +18,7 @@ from ..kernels import Kernels
 from ..params import Scope
 from ..probe import Probe
 from ..rope import RopeTable
+from ..stages import Stages
 from .plan import AttentionPlan, CacheRows, LayerCache
 
 # kind -> "module:class" below this package
@@ -82,7 +83,7 @@ class Attention(Protocol):
         plan: AttentionPlan,
         start_sum: Callable[[torch.Tensor], Pending],
         probe: Probe,
-    ) -> Generator[None, None, torch.Tensor]:
+    ) -> Stages[torch.Tensor]:
         """Normed rows [T, D] -> what ``start_sum`` makes of this rank's summand [T, D]: the sum over the group, of all
         rows or some. Collective; yields while that sum is in flight. Stores what the layer keeps of the step's rows in
         the cache."""

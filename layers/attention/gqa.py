@@ -9,7 +9,7 @@ numbers on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from ..linear import QKVParallelLinear, RowParallelLinear
 from ..params import Scope
 from ..probe import Probe
 from ..rope import RopeTable, rotate_halves
+from ..stages import Point, Stages
 from .dense import CacheShape, attend, read_ring, read_tokens, store_tokens, visible
 from .plan import AttentionPlan, LayerCache
 
@@ -112,10 +113,10 @@ class GQAttention:
         plan: AttentionPlan,
         start_sum: Callable[[torch.Tensor], Pending],
         probe: Probe,
-    ) -> Generator[None, None, torch.Tensor]:
-        """The layer on normed rows ``x`` [T, D]; returns [T, D], summed over the group. Collective; yields once, while
-        that sum is in flight. The step's rows are stored in the cache."""
+    ) -> Stages[torch.Tensor]:
+        """See :meth:`..Attention.stages`."""
         q, rows = self.project(x, plan.queries.positions)
+        yield Point.PREPARED
         rows, window = plan.gather(rows), self.sizes.window
         if not window:
             self.store(rows, cache, plan)
@@ -132,7 +133,7 @@ class GQAttention:
         if window:
             self.store(rows, cache, plan)
         pending = start_sum(self._out.partial(o.flatten(1)))
-        yield
+        yield Point.SUMMING
         out = pending.wait()
         probe("attention_out", self._layer, out)
         return out

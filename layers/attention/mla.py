@@ -23,6 +23,7 @@ from ..linear import MergedLinear, Part, RowParallelLinear, divide, shard
 from ..params import Scope
 from ..probe import Probe
 from ..rope import RopeTable, rotate, rotate_halves
+from ..stages import Point, Stages
 from .dense import CacheShape, attend, read_tokens, store_tokens, visible
 from .plan import AttentionPlan, LayerCache, Run
 
@@ -165,16 +166,16 @@ class MLAttention:
         plan: AttentionPlan,
         start_sum: Callable[[torch.Tensor], Pending],
         probe: Probe,
-    ) -> Generator[None, None, torch.Tensor]:
-        """The layer on normed rows ``x`` [T, D]; returns [T, D], summed over the group. Collective; yields once, while
-        that sum is in flight. The step's rows are stored in the cache."""
+    ) -> Stages[torch.Tensor]:
+        """See :meth:`..Attention.stages`."""
         made = self.project(x, plan.queries.positions)
+        yield Point.PREPARED
         store_tokens(plan.gather(made.rows), cache.entries, plan)
         o = made.q.new_empty((*made.q.shape[:2], self.sizes.v_head_dim))
         for run, seen, is_causal in self.selected(x, made, cache, plan, probe):
             o[run.queries] = self.attend(made, run, read_tokens(cache.entries, run, run.limit, plan), seen, is_causal)
         pending = start_sum(self._out.partial(o.flatten(1)))
-        yield
+        yield Point.SUMMING
         out = pending.wait()
         probe("attention_out", self._layer, out)
         return out

@@ -9,7 +9,7 @@ rotation and is turned back at the query's position.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from ..linear import GroupedColumnParallelLinear, MergedLinear, Part, RowParalle
 from ..params import Scope
 from ..probe import Probe
 from ..rope import RopeTable
+from ..stages import Point, Stages
 from .plan import AttentionPlan, LayerCache
 
 
@@ -171,12 +172,12 @@ class V4Attention:
         plan: AttentionPlan,
         start_sum: Callable[[torch.Tensor], Pending],
         probe: Probe,
-    ) -> Generator[None, None, torch.Tensor]:
+    ) -> Stages[torch.Tensor]:
         """The layer on normed rows ``x`` [T, D]; returns what ``start_sum`` makes of this rank's summand [T, D]: the
-        sum over the group, of all rows or some. Collective; yields once, while that sum is in flight. Reads the cache
-        and then stores the step's rows in it."""
+        sum over the group, of all rows or some. Collective. Reads the cache and then stores the step's rows in it."""
         sizes = self.sizes
         q, keys, raw, index_q, index_weights = self._project(x, plan)
+        yield Point.PREPARED
         keys = plan.gather(keys)
         raw = plan.gather(raw) if sizes.ratio else None
         selected = None
@@ -189,7 +190,7 @@ class V4Attention:
         self._store(keys, raw, cache, plan)
         o = self._out_a(o.flatten(1).unflatten(1, (self._out_a.num_groups, -1)))
         pending = start_sum(self._out_b.partial(o))
-        yield
+        yield Point.SUMMING
         out = pending.wait()
         probe("attention_out", self._layer, out)
         return out

@@ -32,7 +32,7 @@ from ..checkpoint import bundled_model
 from ..checkpoint.placement import layout_problems
 from ..cli import EXIT_FAILED, EXIT_OK, running
 from ..engine import Engine
-from ..engine_config import DISPATCHERS, EngineConfig, resolve
+from ..engine_config import DISPATCHERS, OVERLAP_MODES, EngineConfig, resolve
 from ..load import load_engine
 from ..model_config import Config, load_model_config
 from ..request import Request, SamplingParams
@@ -57,6 +57,7 @@ class Setting(NamedTuple):
     cp_split: str = "interleave"
     cp_decode: str = "split"
     dispatcher: str = "standard"
+    overlap: str = "none"
 
     @property
     def prompt_lengths(self) -> tuple[int, ...]:
@@ -167,10 +168,14 @@ def settings(config: Config, topology: Topology, quick: bool) -> list[Setting]:
     the draft where it fits."""
     has_draft = config.dspark is not None and not layout_problems(config, topology)
     drafts = ["none", "dspark"] if has_draft else ["none"]
-    travelling = [name for name in DISPATCHERS if topology.ep > 1 and dispatcher_class(name).all_to_all]
+    kinds = [name for name in DISPATCHERS if topology.ep > 1 or not dispatcher_class(name).all_to_all]
+    modes = OVERLAP_MODES if topology.tp > 1 else ("none",)
+    pairs = [(name, mode) for name in kinds for mode in modes if (name, mode) != ("standard", "none")]
     if quick:
-        travelling = travelling[-1:]
-    moved = [Setting(draft, 7, dispatcher=name) for draft in drafts for name in travelling]
+        pairs = [pair for pair in pairs if pair in (("auto", "tbo"), ("normal", "sbo"), ("standard", "tbo"))]
+    moved = [Setting(draft, 7, dispatcher=name, overlap=mode) for draft in drafts for name, mode in pairs]
+    if quick:
+        moved = moved[-len(pairs) :]
     if topology.moe_tp > 1 < topology.ep or topology.moe_dp > 1:  # beside ep 1 and ep tp, only the experts differ
         return [Setting(draft, 7) for draft in drafts] + moved
     chunks = (7, WHOLE) if quick else (1, 7, 64, WHOLE)
@@ -178,9 +183,8 @@ def settings(config: Config, topology: Topology, quick: bool) -> list[Setting]:
     runs = [Setting(draft, chunk, split, "split") for draft in drafts for chunk in chunks for split in splits]
     if topology.cp > 1:
         runs += [Setting(draft, chunks[-2], "interleave", "replicate") for draft in drafts]
-        moved += [
-            Setting(drafts[-1], 7, *split, "auto") for split in (("zigzag", "split"), ("interleave", "replicate"))
-        ]
+        splits = (("zigzag", "split"), ("interleave", "replicate")) if "auto" in kinds else ()
+        moved += [Setting(drafts[-1], 7, *split, "auto", "tbo") for split in splits]
     return runs + moved
 
 
@@ -238,6 +242,7 @@ def generate(weights: Engine, setting: Setting, prompt_lengths: Sequence[int], n
     """
     chunks = {"chunk_size": setting.chunk_size, "mixed_chunk": setting.chunk_size}
     changes = chunks | {"cp_split": setting.cp_split, "cp_decode": setting.cp_decode}
+    changes |= {"overlap": setting.overlap, "overlap_min_rows": 1}
     engine, vocab_size = sibling(weights, **changes), weights.model.config.vocab_size
     numbers = random.Random(7)
     params = SamplingParams(max_new_tokens=num_new, ignore_eos=True)

@@ -95,11 +95,11 @@ def count(
         lengths = [len(span.tokens) for span in spans]
         split = split_rows(lengths, cp_split, groups, replicate=False)
         local = sum(lengths) if split is None else len(split.owned[split.group.rank])
-        shapes = Agreement(groups, device).shapes(local, len(spans), name == "prefill")
+        (shapes,) = Agreement(groups, device).shapes([local], len(spans), name == "prefill")
         sizes = {"split": split, "counts": shapes.rows, "has_prefill": shapes.has_prefill}
         step = build_step(spans, cache.page_table, cache.layout.ratios, config.vocab_size, **sizes)
         groups.reset_traffic()
-        model.run_stage(step, cache, link)
+        model.run_stage([step], cache, link)
         link.flush()
         counted = {(g.name, op): t.bytes for g in groups for op, t in g.traffic.ops.items()}
         formula = forward_bytes(config, groups, step, split is not None)

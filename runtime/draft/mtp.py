@@ -32,11 +32,13 @@ from ...layers.linear import MergedLinear, Part
 from ...layers.norm import RMSNorm
 from ...layers.params import ParamSource, Scope
 from ...layers.probe import ignore
+from ...layers.stages import drain
 from ...parallel.groups import Groups
 from ..cache import Cache, CacheLayout
 from ..model_config import ModelConfig
-from ..models.base import TapKind, dispatcher_for, drain
+from ..models.base import TapKind
 from ..models.deepseek_v4 import Block, DeepseekV4, draft_stage_sizes, hyper_sizes, rope_table
+from ..models.staged import dispatcher_for
 from ..step import Step
 from .base import DraftNoise, DraftRequests, DraftRoom
 

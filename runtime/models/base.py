@@ -5,17 +5,16 @@ Legend: T rows of a step, D hidden width, N rows whose logits are wanted, V voca
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
-from ...comm.dispatch import Dispatcher, DispatchOptions, make_dispatcher
+from ...comm.dispatch import DispatchOptions
 from ...comm.pipeline import StageLink
 from ...layers.attention.plan import CacheRows
 from ...layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from ...layers.kernels import Kernels
-from ...layers.moe import MoESizes
 from ...layers.params import ParamSource
 from ...layers.probe import Probe, ignore
 from ...parallel.groups import Groups
@@ -24,8 +23,6 @@ from ..cache import Cache
 from ..checkpoint.spec import TensorSpec
 from ..model_config import Config
 from ..step import Step
-
-T = TypeVar("T")
 
 TapKind = Literal["mean", "streams"]
 """What is tapped of a layer's output: the mean of its residual streams, or all of them; the same where there is one."""
@@ -40,26 +37,6 @@ class ModelOutput(NamedTuple):
 
 
 STANDARD = DispatchOptions()
-
-
-def dispatcher_for(
-    moe: MoESizes | None, options: DispatchOptions, groups: Groups, dtype: torch.dtype, device: torch.device
-) -> Dispatcher:
-    """What brings rows to the experts of ``moe``; one without use for a model that has none."""
-    if moe is None:
-        options, sizes = STANDARD, {"num_experts": groups.moe_ep.size, "top_k": 1, "hidden_size": 1}
-    else:
-        sizes = {"num_experts": moe.num_experts, "top_k": moe.top_k, "hidden_size": moe.hidden_size}
-    return make_dispatcher(options, groups, **sizes, dtype=dtype, device=device)
-
-
-def drain(stages: Generator[None, None, T]) -> T:
-    """Run stages one after the other, without overlap, and return their result."""
-    while True:
-        try:
-            next(stages)
-        except StopIteration as end:
-            return end.value
 
 
 def shared_demand(width: int, topology: Topology, all_to_all: bool) -> tuple[str, int, str, int]:
@@ -85,9 +62,12 @@ class Model(Protocol):
         """The whole forward of ``step`` on the only stage, without overlap. Collective."""
         ...
 
-    def run_stage(self, step: Step, cache: Cache, link: StageLink) -> ModelOutput | None:
-        """This rank's part of the forward of ``step``: receives from the stage before, sends to the next, and gives the
-        output on the last stage. Collective over the stage's tensor group.
+    def run_stage(
+        self, steps: Sequence[Step], cache: Cache, link: StageLink, in_pieces: bool = False
+    ) -> tuple[ModelOutput, ...] | None:
+        """This rank's part of the forward of a step, or of both halves of one, which then take turns: receives from the
+        stage before, sends to the next, and gives an output for each on the last stage. ``in_pieces``: experts send
+        back results while they compute others. Collective over the stage's tensor group.
 
         Raises ``ValueError``, on every rank and before anything is sent, for more rows than a rank may send at once.
         """

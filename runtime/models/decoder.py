@@ -6,13 +6,11 @@ N rows whose logits are wanted, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from typing import NamedTuple
 
 import torch
 
-from ...comm.dispatch import DispatchOptions, Exchange, StepRows
-from ...comm.pipeline import StageLink
+from ...comm.dispatch import DispatchOptions, Exchange
 from ...layers.attention import AttentionSizes, make_attention
 from ...layers.attention.plan import AttentionPlan, LayerCache
 from ...layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -23,12 +21,13 @@ from ...layers.norm import RMSNorm
 from ...layers.params import ParamSource, Scope
 from ...layers.probe import Probe, ignore
 from ...layers.rope import RopeTable, build_rope_table
+from ...layers.stages import Stages
 from ...parallel.groups import Groups
 from ...parallel.pipeline import stage_layers
 from ..cache import Cache
-from ..step import Step
-from .base import STANDARD, ModelOutput, dispatcher_for, drain
+from .base import STANDARD, ModelOutput
 from .decoder_config import DecoderConfig
+from .staged import Part, Staged
 
 
 def rope_of(config: DecoderConfig, num_positions: int, device: torch.device) -> RopeTable:
@@ -71,7 +70,7 @@ class DecoderLayer:
         plan: AttentionPlan,
         exchange: Exchange,
         probe: Probe,
-    ) -> Generator[None, None, torch.Tensor]:
+    ) -> Stages[torch.Tensor]:
         """Residual ``x`` [t, D] and token ids [t] of the rows here -> the new residual; attention and dense layers see
         all T rows of their rank.
 
@@ -98,7 +97,7 @@ class Activations(NamedTuple):
     taps: torch.Tensor
 
 
-class Decoder:
+class Decoder(Staged[Activations]):
     """See :class:`.base.Model`. ``tap_layers``: layers whose output a draft wants to see; ``dispatch``: how rows reach
     their experts."""
 
@@ -114,35 +113,42 @@ class Decoder:
         dtype: torch.dtype = torch.float32,
         dispatch: DispatchOptions = STANDARD,
     ) -> None:
-        self.config, self._groups, self._tap_layers, self._dtype = config, groups, tap_layers, dtype
-        self.dispatch, self._dispatcher = dispatch, dispatcher_for(config.routed, dispatch, groups, dtype, device)
+        super().__init__(config.routed, dispatch, groups, dtype, device)
+        self.config, self._tap_layers = config, tap_layers
         self.layers = stage_layers(config.num_layers, groups.pp.size)[groups.pp.rank]
-        self.is_first, self.is_last = groups.pp.rank == 0, groups.pp.rank == groups.pp.size - 1
         rope, top = rope_of(config, max_context, device), Scope(source)
         if self.is_first or (self.is_last and tap_layers):
             self.embed = VocabParallelEmbedding(top, "embed.weight", config.vocab_size, groups.attn_tp)
         self._blocks = []
         for layer in self.layers:
             sizes = (config.attention[layer], config.ffn[layer], config.rms_norm_eps)
-            place = (rope, groups, kernels, layer, self._dispatcher.all_to_all)
+            place = (rope, groups, kernels, layer, self.dispatchers[0].all_to_all)
             self._blocks.append(DecoderLayer(top.scope(f"layers.{layer}"), *sizes, *place))
         if self.is_last:
             self.norm = RMSNorm(top, "norm", config.rms_norm_eps, kernels)
             self.head = ParallelLMHead(top, config.head_name, config.vocab_size, groups.attn_tp, kernels)
 
-    def exchange(self, step: Step) -> Exchange:
-        """The rows of ``step`` between attention and experts. Raises ``ValueError`` for more rows than fit at once."""
-        return Exchange(self._groups, self._dispatcher, StepRows(step.counts, step.has_prefill))
+    def pack(self, after: Activations) -> torch.Tensor:
+        """See :meth:`.staged.Staged.pack`."""
+        return torch.cat(after, dim=1)
 
-    def begin(self, step: Step, exchange: Exchange) -> Activations:
-        """The activations before the first layer, on the first stage. Collective over attn_tp."""
-        x = exchange.own(self.embed(step.tokens))
+    def unpack(self, packed: torch.Tensor) -> Activations:
+        """See :meth:`.staged.Staged.unpack`."""
+        width = self.config.hidden_size
+        return Activations(packed[:, :width].contiguous(), packed[:, width:])
+
+    def packed_width(self) -> int:
+        """See :meth:`.staged.Staged.packed_width`."""
+        return self.config.hidden_size * (1 + sum(layer < self.layers.start for layer in self._tap_layers))
+
+    def begin(self, part: Part) -> Activations:
+        """See :meth:`.staged.Staged.begin`."""
+        x = part.exchange.own(self.embed(part.step.tokens))
         return Activations(x, x.new_empty(x.shape[0], 0))
 
-    def stages(
-        self, step: Step, cache: Cache, exchange: Exchange, before: Activations, probe: Probe = ignore
-    ) -> Generator[None, None, Activations]:
-        """This rank's layers as stages, see :meth:`DecoderLayer.stages`; the step's rows are stored in ``cache``."""
+    def stages(self, part: Part, cache: Cache, before: Activations, probe: Probe = ignore) -> Stages[Activations]:
+        """See :meth:`.staged.Staged.stages` and :meth:`DecoderLayer.stages`."""
+        step, exchange = part
         ids, x, taps = exchange.own(step.tokens), before.x, [before.taps]
         for layer, block, layer_cache in zip(self.layers, self._blocks, cache.layers):
             x = yield from block.stages(x, ids, layer_cache, step.plan, exchange, probe)
@@ -150,33 +156,9 @@ class Decoder:
                 taps.append(x)
         return Activations(x, torch.cat(taps, dim=1) if len(taps) > 1 else taps[0])
 
-    def finish(self, step: Step, exchange: Exchange, last: Activations) -> ModelOutput:
-        """Logits of the wanted rows, on the last stage. Collective over attn_tp (and attn_cp where rows are split)."""
+    def finish(self, part: Part, last: Activations, probe: Probe = ignore) -> ModelOutput:
+        """See :meth:`.staged.Staged.finish`."""
+        step, exchange = part
         x = exchange.for_attention(self.norm(last.x))
         x = step.gather_logit_rows(x if step.logit_rows is None else x[step.logit_rows])
         return ModelOutput(self.head(x), exchange.for_attention(last.taps) if self._tap_layers else last.taps)
-
-    @torch.inference_mode()
-    def forward(self, step: Step, cache: Cache, probe: Probe = ignore) -> ModelOutput:
-        """See :meth:`.base.Model.forward`."""
-        assert self.is_first and self.is_last, "a pipeline runs its stages one by one"
-        exchange = self.exchange(step)
-        after = drain(self.stages(step, cache, exchange, self.begin(step, exchange), probe))
-        return self.finish(step, exchange, after)
-
-    @torch.inference_mode()
-    def run_stage(self, step: Step, cache: Cache, link: StageLink) -> ModelOutput | None:
-        """See :meth:`.base.Model.run_stage`."""
-        exchange, width = self.exchange(step), self.config.hidden_size
-        if self.is_first:
-            before = self.begin(step, exchange)
-        else:
-            num_rows = step.tokens.shape[0] if exchange.num_rows is None else exchange.num_rows
-            num_taps = sum(layer < self.layers.start for layer in self._tap_layers)
-            packed = link.receive((num_rows, width * (1 + num_taps)), self._dtype, step.tokens.device)
-            before = Activations(packed[:, :width].contiguous(), packed[:, width:])
-        after = drain(self.stages(step, cache, exchange, before))
-        if self.is_last:
-            return self.finish(step, exchange, after)
-        link.send(torch.cat(after, dim=1))
-        return None

@@ -7,13 +7,11 @@ streams, D hidden width, N rows whose logits are wanted, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
 from typing import NamedTuple
 
 import torch
 
-from ...comm.dispatch import DispatchOptions, Exchange, StepRows
-from ...comm.pipeline import StageLink
+from ...comm.dispatch import DispatchOptions, Exchange
 from ...layers.attention.plan import AttentionPlan, LayerCache
 from ...layers.attention.v4 import V4Attention, V4AttentionSizes
 from ...layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -24,12 +22,13 @@ from ...layers.norm import RMSNorm
 from ...layers.params import ParamSource, Scope
 from ...layers.probe import Probe, ignore
 from ...layers.rope import RopeTable, Yarn, build_rope_table
+from ...layers.stages import Stages
 from ...parallel.groups import Groups
 from ...parallel.pipeline import stage_layers
 from ..cache import Cache
 from ..model_config import ModelConfig, RopeConfig
-from ..step import Step
-from .base import STANDARD, ModelOutput, TapKind, dispatcher_for, drain
+from .base import STANDARD, ModelOutput, TapKind
+from .staged import Part, Staged
 
 
 def attention_sizes(config: ModelConfig, layer: int) -> V4AttentionSizes:
@@ -118,7 +117,7 @@ class Block:
         plan: AttentionPlan,
         exchange: Exchange,
         probe: Probe,
-    ) -> Generator[None, None, torch.Tensor]:
+    ) -> Stages[torch.Tensor]:
         """``streams`` [t, n, D] and token ids [t] of the rows here -> new streams; attention sees all T of its rank.
 
         Collective; yields wherever a collective is in flight, in the same places on every rank whatever the data.
@@ -140,12 +139,8 @@ class Activations(NamedTuple):
     streams: torch.Tensor
     taps: torch.Tensor
 
-    def pack(self) -> torch.Tensor:
-        """As one tensor [t, n D + taps]."""
-        return torch.cat((self.streams.flatten(1), self.taps), dim=1)
 
-
-class DeepseekV4:
+class DeepseekV4(Staged[Activations]):
     """The model on this rank: the layers of its pipeline stage.
 
     ``tap_layers``: layers whose output a draft wants to see, as ``tap_kind`` says. ``dispatch``: how rows reach their
@@ -165,11 +160,9 @@ class DeepseekV4:
         tap_kind: TapKind = "mean",
         dispatch: DispatchOptions = STANDARD,
     ) -> None:
-        self.config, self._groups, self._tap_layers, self._tap_kind = config, groups, tap_layers, tap_kind
+        super().__init__(moe_sizes(config, 0), dispatch, groups, dtype, device)
+        self.config, self._tap_layers, self._tap_kind = config, tap_layers, tap_kind
         self.layers = stage_layers(config.num_layers, groups.pp.size)[groups.pp.rank]
-        self._dtype, self.dispatch = dtype, dispatch
-        self._dispatcher = dispatcher_for(moe_sizes(config, 0), dispatch, groups, dtype, device)
-        self.is_first, self.is_last = groups.pp.rank == 0, groups.pp.rank == groups.pp.size - 1
         ropes = {
             "main": rope_table(config, config.main_rope, max_context, device),
             "compress": rope_table(config, config.compress_rope, max_context, device),
@@ -187,7 +180,7 @@ class DeepseekV4:
         attention = attention_sizes(self.config, layer)
         rope = ropes["main" if attention.kind == "sliding" else "compress"]
         sizes = (attention, moe_sizes(self.config, layer), hyper_sizes(self.config))
-        travels = self._dispatcher.all_to_all
+        travels = self.dispatchers[0].all_to_all
         return Block(top.scope(f"layers.{layer}"), *sizes, rope, groups, kernels, layer, travels)
 
     @property
@@ -195,30 +188,30 @@ class DeepseekV4:
         """Tapped layers of earlier stages."""
         return sum(layer < self.layers.start for layer in self._tap_layers)
 
+    def pack(self, after: Activations) -> torch.Tensor:
+        """See :meth:`.staged.Staged.pack`: [t, n D + taps]."""
+        return torch.cat((after.streams.flatten(1), after.taps), dim=1)
+
     def unpack(self, packed: torch.Tensor) -> Activations:
-        """The activations that the stage before packed, [t, n D + taps]."""
+        """See :meth:`.staged.Staged.unpack`."""
         width = self.config.hc_mult * self.config.hidden_size
         streams = packed[:, :width].unflatten(1, (self.config.hc_mult, self.config.hidden_size))
         return Activations(streams.contiguous(), packed[:, width:])
 
     def packed_width(self) -> int:
-        """Columns of what the stage before packs."""
+        """See :meth:`.staged.Staged.packed_width`."""
         streams_per_tap = self.config.hc_mult if self._tap_kind == "streams" else 1
         return (self.config.hc_mult + self.num_taps_before * streams_per_tap) * self.config.hidden_size
 
-    def exchange(self, step: Step) -> Exchange:
-        """The rows of ``step`` between attention and experts. Raises ``ValueError`` for more rows than fit at once."""
-        return Exchange(self._groups, self._dispatcher, StepRows(step.counts, step.has_prefill))
-
-    def begin(self, step: Step, exchange: Exchange) -> Activations:
-        """The activations before the first layer, on the first stage. Collective over attn_tp."""
-        streams = exchange.own(self.embed(step.tokens)).unsqueeze(1).repeat(1, self.config.hc_mult, 1)
+    def begin(self, part: Part) -> Activations:
+        """See :meth:`.staged.Staged.begin`."""
+        embedded = part.exchange.own(self.embed(part.step.tokens))
+        streams = embedded.unsqueeze(1).repeat(1, self.config.hc_mult, 1)
         return Activations(streams, streams.new_empty(streams.shape[0], 0))
 
-    def stages(
-        self, step: Step, cache: Cache, exchange: Exchange, before: Activations, probe: Probe = ignore
-    ) -> Generator[None, None, Activations]:
-        """This rank's layers as stages, see :meth:`Block.stages`; the step's rows are stored in ``cache``."""
+    def stages(self, part: Part, cache: Cache, before: Activations, probe: Probe = ignore) -> Stages[Activations]:
+        """See :meth:`.staged.Staged.stages` and :meth:`Block.stages`."""
+        step, exchange = part
         ids, streams, taps = exchange.own(step.tokens), before.streams, [before.taps]
         for layer, block, layer_cache in zip(self.layers, self._blocks, cache.layers):
             streams = yield from block.stages(streams, ids, layer_cache, step.plan, exchange, probe)
@@ -226,37 +219,11 @@ class DeepseekV4:
                 taps.append(streams.mean(dim=1) if self._tap_kind == "mean" else streams.flatten(1))
         return Activations(streams, torch.cat(taps, dim=1) if len(taps) > 1 else taps[0])
 
-    def finish(self, step: Step, exchange: Exchange, last: Activations, probe: Probe = ignore) -> ModelOutput:
-        """Logits of the wanted rows, on the last stage. Collective over attn_tp (and attn_cp where rows are split)."""
+    def finish(self, part: Part, last: Activations, probe: Probe = ignore) -> ModelOutput:
+        """See :meth:`.staged.Staged.finish`."""
+        step, exchange = part
         hidden = exchange.for_attention(self._norm(self._hyper_head(last.streams)))
         hidden = step.gather_logit_rows(hidden if step.logit_rows is None else hidden[step.logit_rows])
         probe("final_norm", self.config.num_layers, hidden)
         taps = exchange.for_attention(last.taps) if self._tap_layers else last.taps
         return ModelOutput(self.head(hidden), taps)
-
-    @torch.inference_mode()
-    def forward(self, step: Step, cache: Cache, probe: Probe = ignore) -> ModelOutput:
-        """The whole forward of ``step`` on the only stage, without overlap. Collective."""
-        assert self.is_first and self.is_last, "a pipeline runs its stages one by one"
-        exchange = self.exchange(step)
-        after = drain(self.stages(step, cache, exchange, self.begin(step, exchange), probe))
-        return self.finish(step, exchange, after, probe)
-
-    @torch.inference_mode()
-    def run_stage(self, step: Step, cache: Cache, link: StageLink) -> ModelOutput | None:
-        """This rank's part of the forward of ``step``: receives from the stage before, sends to the next, and gives the
-        output on the last stage. Collective over the stage's tensor group.
-
-        Raises ``ValueError``, on every rank and before anything is sent, for more rows than a rank may send at once.
-        """
-        exchange = self.exchange(step)
-        if self.is_first:
-            before = self.begin(step, exchange)
-        else:
-            num_rows = step.tokens.shape[0] if exchange.num_rows is None else exchange.num_rows
-            before = self.unpack(link.receive((num_rows, self.packed_width()), self._dtype, step.tokens.device))
-        after = drain(self.stages(step, cache, exchange, before))
-        if self.is_last:
-            return self.finish(step, exchange, after)
-        link.send(after.pack())
-        return None

@@ -66,7 +66,13 @@ def add_layout_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--fp8-dispatch", action="store_true", help="low_latency and auto: rows of decode steps travel as 8-bit floats"
     )
-    group.add_argument("--overlap", choices=OVERLAP_MODES, default="none", help="two-batch or single-batch overlap")
+    group.add_argument(
+        "--overlap",
+        choices=OVERLAP_MODES,
+        default="none",
+        help="hide communication: tbo runs two half batches in turns, sbo sends rows while others are computed",
+    )
+    size("--overlap-min-rows", default=256, help="overlap steps with at least so many rows on a rank (default 256)")
     size("--gpus-per-node", default=None, help="ranks of a node (default: from the launcher)")
 
 

@@ -10,6 +10,7 @@ from dspark.layers.kernels import Kernels
 from dspark.layers.params import Scope
 from dspark.layers.probe import ignore
 from dspark.layers.rope import build_rope_table
+from dspark.layers.stages import drain
 from dspark.parallel.groups import Group, Groups
 from dspark.parallel.topology import Topology
 from dspark.runtime.cache import Cache, CacheLayout
@@ -147,12 +148,8 @@ def run_attention(rank, world, named, backend, kinds):
                 plan = build_step(spans, cache.page_table, layout.ratios, vocab_size=1).plan
                 start_sum = functools.partial(start_all_reduce, group=group)
                 stages = layer.stages(torch.cat(parts), cache.layers[0], plan, start_sum, ignore)
-                next(stages)
-                try:
-                    next(stages)
-                except StopIteration as end:
-                    for output, piece in zip(outputs, end.value.split([len(part) for part in parts])):
-                        output.append(piece)
+                for output, piece in zip(outputs, drain(stages).split([len(part) for part in parts])):
+                    output.append(piece)
                 start += chunk
             results[kind, chunks] = [torch.cat(output).numpy() for output in outputs]
     return results

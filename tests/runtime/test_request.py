@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from dspark.runtime.engine_config import EngineConfig, check_supported, resolve
+from dspark.runtime.engine_config import EngineConfig, resolve
 from dspark.runtime.request import (
     Request,
     SamplingParams,
@@ -161,9 +161,3 @@ def test_auto_is_decided_once():
     assert (config.draft, own.draft) == ("none", "dspark")
     with pytest.raises(ValueError, match="--max-context is 5000, but the model has 4096"):
         decide(EngineConfig(max_context=5000))
-
-
-def test_what_is_not_built_is_refused_in_one_place():
-    check_supported(EngineConfig(draft="none", dispatcher="auto"))
-    with pytest.raises(ValueError, match="^--overlap tbo is not available yet in this version; "):
-        check_supported(EngineConfig(overlap="tbo"))
