@@ -22,6 +22,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "dispatch": ("..bench.dispatch", "copies and bytes of tokens on their way to experts, by dispatcher"),
     "kernels": ("..bench.kernels", "times of GPU kernels against the floor of an H200; what they compile to"),
     "synthetic": ("..bench.synthetic", "tokens per second of a made-up model of a few billion parameters on a GPU"),
+    "overlap": ("..bench.overlap", "a prefill step with and without overlap of communication and computation"),
     "memory": ("..bench.memory", "memory per token of context against the formula of dspark check"),
 }
 
