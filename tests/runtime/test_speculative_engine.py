@@ -190,8 +190,7 @@ class Noise:
         run_stage = model.run_stage
 
         def disturbed(*args):
-            output = run_stage(*args)
-            return output._replace(logits=self(output.logits))
+            return tuple(part._replace(logits=self(part.logits)) for part in run_stage(*args))
 
         model.run_stage = disturbed
 
