@@ -18,7 +18,7 @@ from .shape import Shape
 from .starts import choices_of_copies
 
 # Problems of fewer slots than this are tried from many choices of copies, and from so many of these for long.
-SMALL, PROMISING = 40, 4
+SMALL, PROMISING = 40, 64
 
 
 class Aim(NamedTuple):
@@ -54,7 +54,7 @@ def _place_small(
 ) -> np.ndarray:
     """The best of many starts: a short search from each choice of copies, then a long one from the most promising."""
     choices = choices_of_copies(count, shape.num_gpus)
-    short = effort._replace(num_cycles=2, patience=2, trade_every=9, most_again=9)
+    short = effort._replace(num_cycles=6, patience=6, trade_every=9, most_again=9)
     rows = _search_choices(units, choices, shape, core, short, goal)
     few = rows.load.max(1).reshape(choices.shape[:2]).argsort(1, kind="stable")[:, :PROMISING]
     choices = np.take_along_axis(rows.count.reshape(choices.shape), few[:, :, None], 1)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import pathlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -125,26 +125,32 @@ class LoadRecorder:
 
     def dump(self, path: str | pathlib.Path) -> None:
         """Write the closed windows as npz; ``read_loads`` reads its ``load`` [S, L, E]. Whole or not at all."""
-        path = pathlib.Path(path)
-        if path.suffix != ".npz":
-            raise ValueError(f"loads are dumped as .npz, not as {path.name!r}")
         if not self._closed:
             raise ValueError("there is no closed window to dump yet")
-        names = ("load", "physical", "slots", "first_version", "map_version", "num_steps")
-        arrays = {name: np.stack([np.asarray(getattr(window, name)) for window in self._closed]) for name in names}
-        with replacing(path) as part:
-            np.savez_compressed(part, **arrays)
+        write_windows(path, self.windows)
+
+
+FIELDS = ("load", "physical", "slots", "first_version", "map_version", "num_steps")
+
+
+def write_windows(path: str | pathlib.Path, windows: Sequence[Window]) -> None:
+    """Write at least one window as npz; ``read_loads`` reads its ``load`` [S, L, E]. Whole or not at all."""
+    path = pathlib.Path(path)
+    if path.suffix != ".npz":
+        raise ValueError(f"loads are dumped as .npz, not as {path.name!r}")
+    arrays = {name: np.stack([np.asarray(getattr(window, name)) for window in windows]) for name in FIELDS}
+    with replacing(path) as part:
+        np.savez_compressed(part, **arrays)
 
 
 def read_windows(path: str | pathlib.Path) -> tuple[Window, ...]:
     """The windows of a dump."""
     path = pathlib.Path(path)
     content = read_npz(path)
-    names = ("load", "physical", "slots", "first_version", "map_version", "num_steps")
-    missing = [name for name in names if name not in content]
+    missing = [name for name in FIELDS if name not in content]
     if missing:
         raise ValueError(f"{path} is no dump of recorded windows: it lacks {', '.join(missing)}")
     return tuple(
-        Window(*(content[name][n] if name != "num_steps" else int(content[name][n]) for name in names))
+        Window(*(content[name][n] if name != "num_steps" else int(content[name][n]) for name in FIELDS))
         for n in range(len(content["load"]))
     )

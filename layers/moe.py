@@ -10,6 +10,7 @@ adds the whole shared expert to its own rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ import torch
 from ..comm.collectives import all_reduce
 from ..comm.dispatch import Exchange, Received
 from ..parallel.groups import Group, Groups
+from .expert_slots import ExpertSlots
 from .kernels import Kernels
 from .kernels.moe import Routing
 from .linear import MergedColumnParallelLinear, RowParallelLinear, columns_of, divide
@@ -27,7 +29,8 @@ from .stages import Point, Stages
 
 class MoESizes(NamedTuple):
     """``limit``: the swiglu clamp, infinity for none. ``hashed``: experts are chosen by token id.
-    Experts are chosen from the best ``topk_groups`` of ``num_groups`` groups of neighbouring experts."""
+    Experts are chosen from the best ``topk_groups`` of ``num_groups`` groups of neighbouring experts.
+    ``slots``: the expert in every slot, contiguous by rank of moe_ep; None: each once, in order, for good."""
 
     hidden_size: int
     num_experts: int
@@ -41,6 +44,12 @@ class MoESizes(NamedTuple):
     vocab_size: int
     num_groups: int = 1
     topk_groups: int = 1
+    slots: tuple[int, ...] | None = None
+
+    @property
+    def num_slots(self) -> int:
+        """Places for experts, all ranks together."""
+        return self.num_experts if self.slots is None else len(self.slots)
 
 
 class Router:
@@ -70,21 +79,30 @@ class Router:
 
 
 class Experts:
-    """This rank's routed experts: experts ``[first, first + E / ep)``, each ``width / moe_tp`` wide."""
+    """This rank's routed experts: those of its share of the slots, each ``width / moe_tp`` wide.
+
+    ``weights``: all that an expert consists of, tensors [slots here, ...]; call :meth:`bind` after writing to them.
+    """
 
     def __init__(self, source: Scope, sizes: MoESizes, moe_ep: Group, moe_tp: Group, kernels: Kernels) -> None:
-        self.num_local = divide("number of routed experts", sizes.num_experts, moe_ep)
-        self.first = moe_ep.rank * self.num_local
+        num_local = divide("number of routed experts", sizes.num_slots, moe_ep)
+        slots = range(sizes.num_experts) if sizes.slots is None else sizes.slots
         share = divide("expert width", sizes.width, moe_tp)
         span = {"start": moe_tp.rank * share, "stop": (moe_tp.rank + 1) * share}
         gate_up, down = [], []
-        for expert in range(self.first, self.first + self.num_local):
+        for expert in slots[moe_ep.rank * num_local : (moe_ep.rank + 1) * num_local]:
             weights = source.scope(str(expert))
             halves = (weights.take("w1.weight", **span), weights.take("w3.weight", **span))
             gate_up.append(torch.cat(halves).t())
             down.append(weights.take("w2.weight", dim=1, **span).t())
-        self.gate_up, self.down = torch.stack(gate_up), torch.stack(down)
-        self._forward = kernels.bind("experts_forward", gate_up=self.gate_up, down=self.down, limit=sizes.limit)
+        self.weights = (torch.stack(gate_up), torch.stack(down))
+        self._kernels, self._limit = kernels, sizes.limit
+        self.bind()
+
+    def bind(self) -> None:
+        """Make the kernel see the weights as they are now; it may keep them in a form of its own."""
+        gate_up, down = self.weights
+        self._forward = self._kernels.bind("experts_forward", gate_up=gate_up, down=down, limit=self._limit)
 
     def __call__(self, received: Received, rows: torch.Tensor | slice) -> torch.Tensor:
         """The weighted sums [T, D] of this rank's experts for the given ``rows`` of those received."""
@@ -158,6 +176,23 @@ class MoE:
             self._experts = Experts(source.scope("experts"), sizes, groups.moe_ep, groups.moe_tp, kernels)
         shared_by = groups.alone() if all_to_all else groups.moe_block
         self._shared = SharedExpert(source.scope("shared_experts"), sizes, shared_by, kernels)
+        self.slots: ExpertSlots | None = None
+        if sizes.slots is not None:
+            # Rows that travel are this rank's own; else its attn_tp peers route the same ones and must agree.
+            turn = groups.tp.rank if all_to_all else groups.attn_rows.rank
+            counts = all_to_all or groups.attn_tp.rank == 0
+            device = self.weights[0].device
+            self.slots = ExpertSlots(sizes.slots, sizes.num_experts, turn, counts, device)
+
+    @property
+    def weights(self) -> Sequence[torch.Tensor]:
+        """Of the experts in this rank's slots, see :class:`Experts`."""
+        return self._experts.weights
+
+    def use_slots(self, slots: Sequence[int]) -> None:
+        """From now on the slots of all ranks hold these experts; the weights of those here were written before."""
+        self.slots.set(slots)
+        self._experts.bind()
 
     def stages(
         self, x: torch.Tensor, ids: torch.Tensor, exchange: Exchange, probe: Probe
@@ -166,6 +201,8 @@ class MoE:
         routing, dispatcher = self._router(x, ids), exchange.dispatcher
         probe("experts", self._layer, routing.experts)
         probe("expert_weights", self._layer, routing.weights)
+        if self.slots is not None:
+            routing = self.slots.choose(routing)
         yield Point.ROUTED
         dispatcher.begin_dispatch(x, routing.experts, routing.weights)
         shared = self._shared(x) if self._adds_shared and exchange.in_pieces else None

@@ -225,6 +225,19 @@ class Groups:
         """A group of this rank only, for a part that must not be spread (a draft model, a replicated layer)."""
         return Group.alone(name, self.world.ranks[self.world.rank])
 
+    def twin(self, axis: str) -> Group:
+        """A second group over the ranks of ``axis`` with connections of its own, for what runs beside the layers.
+
+        Collective over the whole job.
+        """
+        group: Group = getattr(self, axis)
+        own = None
+        for ranks in self.topology.groups[axis]:
+            if len(ranks) > 1:
+                pg = dist.new_group(list(ranks), group_desc=f"{axis} beside")
+                own = pg if ranks == group.ranks else own
+        return Group(f"{axis}_beside", group.ranks, group.rank, own, group.remote_peers)
+
     def traffic(self) -> dict[str, TrafficCounter]:
         """The counters of every distinct group by its name."""
         return {group.name: group.traffic for group in self}

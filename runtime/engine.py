@@ -23,6 +23,7 @@ from ..comm.collectives import all_gather_ints, broadcast
 from ..comm.pipeline import StageLink
 from ..parallel.groups import Groups
 from .agreement import Agreement
+from .balance.keeper import ExpertKeeper
 from .cache import Cache
 from .decide import Drafted, Ends, Recorder, StopStrings, make_decider
 from .draft import Drafter, DraftRequests
@@ -69,8 +70,10 @@ class Engine:
         config: EngineConfig,
         text: StopStrings | None = None,
         graphs: Graphs | None = None,
+        keeper: ExpertKeeper | None = None,
     ) -> None:
         self.model, self.drafter, self.cache, self.config, self.groups = model, drafter, cache, config, groups
+        self.keeper = keeper
         self._link, self._graphs = StageLink(groups.pp), graphs
         is_deciding = self._link.is_last and groups.attn_block.rank == 0
         self._decider = make_decider(config, drafter.gamma) if is_deciding else None
@@ -172,7 +175,10 @@ class Engine:
         if not self.has_work():
             return []
         with self.groups.journal.step():
-            return self._step()
+            events = self._step()
+            if self.keeper is not None:
+                self.keeper.after_step(self.has_work())
+        return events
 
     def _step(self) -> list[TokenEvent]:
         self._flights.appendleft(self._launch())

@@ -25,6 +25,16 @@ DISPATCHERS = ("standard", "normal", "low_latency", "auto")
 DISPATCH_BACKENDS = ("auto", "torch", "deep_ep", "deep_ep_elastic")
 MAX_CHUNK_SIZE = 1 << 20
 MAX_RUNNING = 1 << 16
+MAX_REDUNDANT = 1 << 16
+PATHS = (
+    "model",
+    "sps_table",
+    "sts",
+    "init_expert_location",
+    "init_draft_expert_location",
+    "eplb_record",
+    "eplb_draft_record",
+)
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,12 @@ class EngineConfig:
     ``max_tokens_per_rank``: rows that a rank may send to experts at once where buffers are fixed (``None``: what the
     other options can need). ``fp8_dispatch``: they travel as 8-bit floats there. ``overlap_min_rows``: with fewer rows
     on the busiest rank a step is run without overlap, since that would cost more than it hides.
+
+    Experts: ``num_redundant_experts`` slots a layer beyond one per expert, and the same for a draft's own experts;
+    ``init_..._location``: files that say which expert each slot holds at the start. ``eplb_record``: a file for counts
+    of expert picks, ``eplb_draft_record`` for the draft's. With ``eplb_interval`` experts are rebalanced after every so
+    many steps if their balance is below ``eplb_threshold``, until ``eplb_target`` is reached in every layer or
+    ``eplb_max_moves`` experts have moved; ``eplb_layers_per_step`` layers change together.
     """
 
     model: str | None = None
@@ -84,6 +100,17 @@ class EngineConfig:
     max_tokens_per_rank: int | None = None
     fp8_dispatch: bool = False
     overlap_min_rows: int = 256
+    num_redundant_experts: int = 0
+    num_redundant_draft_experts: int = 0
+    init_expert_location: str | None = None
+    init_draft_expert_location: str | None = None
+    eplb_record: str | None = None
+    eplb_draft_record: str | None = None
+    eplb_interval: int | None = None
+    eplb_threshold: float = 1.0
+    eplb_target: float = 0.98
+    eplb_max_moves: int | None = None
+    eplb_layers_per_step: int = 1
 
     @property
     def all_to_all(self) -> bool:
@@ -95,6 +122,20 @@ class EngineConfig:
         """The packed operations, see :class:`..layers.kernels.Kernels`."""
         formats = {"experts_forward": self.expert_format, "block_linear": self.linear_format}
         return {operation: name for operation, name in formats.items() if name != "native"}
+
+    @property
+    def places_experts(self) -> bool:
+        """Whether anything is wanted of where experts are: copies, a map, counts, or that they move."""
+        return bool(self.num_redundant_experts or self.num_redundant_draft_experts) or any(
+            value is not None
+            for value in (
+                self.init_expert_location,
+                self.init_draft_expert_location,
+                self.eplb_record,
+                self.eplb_draft_record,
+                self.eplb_interval,
+            )
+        )
 
     @property
     def num_snapshots(self) -> int:
@@ -150,6 +191,11 @@ class EngineConfig:
             ("max_tokens_per_rank", 1, None),
             ("overlap_min_rows", 1, None),
             ("seed", 0, (1 << 63) - 1),
+            ("num_redundant_experts", 0, MAX_REDUNDANT),
+            ("num_redundant_draft_experts", 0, MAX_REDUNDANT),
+            ("eplb_interval", 1, None),
+            ("eplb_max_moves", 1, None),
+            ("eplb_layers_per_step", 1, None),
         ):
             value = getattr(self, name)
             if value is None and getattr(EngineConfig, name) is None:
@@ -160,7 +206,7 @@ class EngineConfig:
         for name in ("graphs", "deterministic", "prefix_cache", "block_verify", "fp8_dispatch"):
             if type(getattr(self, name)) is not bool:
                 raise ValueError(f"{_flag(name)} is {getattr(self, name)!r}; allowed: true or false")
-        for name in ("model", "sps_table", "sts"):
+        for name in PATHS:
             if getattr(self, name) == "" or not isinstance(getattr(self, name), (str, os.PathLike, type(None))):
                 raise ValueError(f"{_flag(name)} is {getattr(self, name)!r}; allowed: a path")
         if self.deterministic and self.dispatcher != "standard":
@@ -174,6 +220,19 @@ class EngineConfig:
         share = self.gpu_memory_share
         if not (type(share) in (int, float) and 0 < share <= 1):
             raise ValueError(f"--gpu-memory-share is {share!r}; allowed: a number above 0, at most 1")
+        for name in ("eplb_threshold", "eplb_target"):
+            share = getattr(self, name)
+            if not (type(share) in (int, float) and 0 < share <= 1):
+                raise ValueError(f"{_flag(name)} is {share!r}; allowed: a number above 0 and at most 1")
+        for name in ("eplb_record", "eplb_draft_record"):
+            path = getattr(self, name)
+            if path is not None and not str(path).endswith(".npz"):
+                raise ValueError(f"{_flag(name)} is {str(path)!r}; loads are recorded as .npz")
+        if self.deterministic and self.places_experts:
+            raise ValueError(
+                "--deterministic keeps experts in whole blocks, so that sums are rounded alike: leave out redundant "
+                "experts, maps of experts, their counts and --eplb-interval, or --deterministic"
+            )
         _ = self.expected_share
         if self.cache_pages is not None and self.cache_bytes is not None:
             raise ValueError("--cache-pages and --cache-bytes both size the cache; give one of them")

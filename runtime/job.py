@@ -31,7 +31,7 @@ MakeTopology = Callable[[int, "Sequence[int] | None"], Topology]
 # Of each shard, so many pieces of 64 KiB are compared between ranks.
 NUM_SAMPLES = 16
 # Files whose place may differ from host to host, but not their content.
-FILE_OPTIONS = ("model", "sps_table", "sts")
+FILE_OPTIONS = ("model", "sps_table", "sts", "init_expert_location", "init_draft_expert_location")
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,8 @@ class _Plan:
         topology = self._make_topology(self._world, None)
         self.folder = pathlib.Path(given.model) if given.model else bundled_model()
         self.model = load_model_config(self.folder)
-        check_layout(self.model, topology, given.all_to_all, given.draft != "none")
+        redundant = (given.num_redundant_experts, given.num_redundant_draft_experts)
+        check_layout(self.model, topology, given.all_to_all, given.draft != "none", redundant)
         self.config = resolve(
             given,
             model_dir=str(self.folder),

@@ -14,6 +14,7 @@ from ..layers.params import OnDevice
 from ..parallel.groups import Group, Groups
 from ..parallel.pipeline import stage_layers
 from ..parallel.topology import Topology
+from .balance import ExpertLinks, expert_placements, make_keeper
 from .cache import Cache, CacheLayout, pages_within
 from .checkpoint import CheckpointReader
 from .decide import StopStrings
@@ -34,10 +35,12 @@ def load_engine(
     model_config: Config | None = None,
     text: StopStrings | None = None,
     progress: Callable[[int], None] | None = None,
+    links: ExpertLinks = None,
 ) -> Engine:
     """Read the checkpoint of a resolved ``config`` and make room for ``config.max_running`` requests a DP rank.
 
-    ``text`` knows stop strings, on the first rank of the tensor group; ``progress`` is told bytes as they are read.
+    ``text`` knows stop strings, on the first rank of the tensor group; ``progress`` is told bytes as they are read;
+    ``links`` is what :func:`.balance.expert_links` gave.
     Raises ``ValueError`` naming what is wrong with the checkpoint.
     """
     model_config = load_model_config(config.model) if model_config is None else model_config
@@ -54,11 +57,15 @@ def load_engine(
     max_verify = 1 + (config.gamma or draft.default_gamma(model_config))
     rows = max(max_verify, 1 + draft.max_gamma(model_config))
     dispatch = dispatch_options(config, groups.topology, rows)
-    sizes = (config.max_context, device, taps, dtype, draft.tap_kind, dispatch)
+    placements = expert_placements(config, model_config, groups.topology, max_verify > 1)
+    target = placements.target and placements.target.placement
+    sizes = (config.max_context, device, taps, dtype, draft.tap_kind, dispatch, target)
     model = family(model_config.model_type).build(model_config, source, groups, kernels, *sizes)
     if max_verify > 1 and not draft.has_confidence(model_config):
         check_untrimmed(config)
-    room = DraftRoom(config.max_running, config.max_context, draft_rows(draft, model_config, max_verify))
+    num_rows = draft_rows(draft, model_config, max_verify)
+    own = placements.draft and placements.draft.placement
+    room = DraftRoom(config.max_running, config.max_context, num_rows, own)
     if model.is_last:
         if max_verify > 1 and groups.tp.rank == 0:  # the draft uses the target's own
             reader.check_copies()
@@ -74,7 +81,9 @@ def load_engine(
     has_graphs = config.graphs and kernels.backend == "triton" and device.type == "cuda" and groups.world.size == 1
     if has_graphs and model_config.model_type == "deepseek_v4":
         graphs = Graphs(model, cache, groups, config.max_context, record_on_cuda)
-    return Engine(model, drafter, cache, groups, config, text, graphs)
+    layers = (model.expert_layers, drafter.expert_layers)
+    keeper = make_keeper(config, groups, links, placements, layers)
+    return Engine(model, drafter, cache, groups, config, text, graphs, keeper)
 
 
 def left_for_cache(free: int, total: int, share: float) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import pathlib
 from dataclasses import dataclass
 
 from ..parallel.launch import Limits
+from .balance import ExpertLinks, expert_links
 from .detokenize import TextTracker
 from .drive import drive
 from .engine import Engine
@@ -51,12 +53,13 @@ class Session(Job):
         Raises ``ValueError`` naming what is wrong with the checkpoint, the same on every rank.
         """
         job.process.journal.begin("reading weights")
-        session = all_or_none(lambda: cls._load(job, progress), job.world)
+        links = expert_links(job.config, job.groups)
+        session = all_or_none(lambda: cls._load(job, links, progress), job.world)
         job.process.journal.begin("ready")
         return session
 
     @classmethod
-    def _load(cls, job: Job, progress: ProgressFactory) -> Session:
+    def _load(cls, job: Job, links: ExpertLinks, progress: ProgressFactory) -> Session:
         config, process = job.config, job.process
         folder = pathlib.Path(config.model)
         text = TextTracker(job.tokenizer) if job.is_first else None
@@ -64,9 +67,8 @@ class Session(Job):
         num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors")) // job.groups.tp.size
         bar = (progress if job.is_first else silent)("reading weights", num_bytes, "B")
         try:
-            engine = load_engine(
-                config, job.groups, process.device, model_config=job.model_config, text=text, progress=bar.update
-            )
+            options = {"model_config": job.model_config, "text": text, "progress": bar.update, "links": links}
+            engine = load_engine(config, job.groups, process.device, **options)
         finally:
             bar.close()
         if job.is_first:
@@ -92,6 +94,8 @@ class Session(Job):
         request = Request("", (0,) * num_prompt, SamplingParams(max_new_tokens=3, ignore_eos=True))
         if self.text is not None:
             self.text.add(request.request_id, request.params)
-        for _ in drive(self.engine, [request], self.text):
-            pass
+        keeper = self.engine.keeper
+        with contextlib.nullcontext() if keeper is None else keeper.paused():
+            for _ in drive(self.engine, [request], self.text):
+                pass
         self.engine.take_counts()

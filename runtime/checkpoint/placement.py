@@ -18,6 +18,7 @@ from ...parallel.pipeline import stage_layers
 from ...parallel.topology import Topology
 from ..model_config import Config
 from ..models import family
+from ..models.demands import expert_demand, indivisible
 from .spec import TensorSpec, expected_tensors
 
 _BY_HEAD = ("attn_sink", *(f"{name}.weight" for name in ("wq_b", "wo_a", "wo_b", "q_proj", "o_proj", "kv_b_proj")))
@@ -33,23 +34,32 @@ class RankWeights(NamedTuple):
     draft: int
 
 
-def layout_problems(config: Config, topology: Topology, all_to_all: bool = False, with_draft: bool = True) -> list[str]:
+def layout_problems(
+    config: Config,
+    topology: Topology,
+    all_to_all: bool = False,
+    with_draft: bool = True,
+    redundant: tuple[int, int] = (0, 0),
+) -> list[str]:
     """What keeps ``config`` from being cut like ``topology`` (whose own rules already hold): both numbers each.
 
     ``all_to_all``: whether rows travel to their experts. ``with_draft``: whether the draft that it may bring is used.
+    ``redundant``: slots beyond one per expert, of the target and of the draft.
     """
-    problems = family(config.model_type).problems(config, topology, all_to_all)
-    if with_draft and config.dspark is not None and config.dspark.num_routed_experts % topology.ep:
-        num_experts = config.dspark.num_routed_experts
-        problems.append(f"the draft's routed experts = {num_experts} is not divisible by ep = {topology.ep}")
+    problems = family(config.model_type).problems(config, topology, all_to_all, redundant[0])
+    if with_draft and config.dspark is not None:
+        experts = expert_demand("the draft's routed experts", config.dspark.num_routed_experts, redundant[1], topology)
+        problems += indivisible([experts])
     if topology.pp > config.num_layers:
         problems.append(f"pp = {topology.pp} exceeds the {config.num_layers} layers")
     return problems
 
 
-def check_layout(config: Config, topology: Topology, all_to_all: bool, with_draft: bool) -> None:
+def check_layout(
+    config: Config, topology: Topology, all_to_all: bool, with_draft: bool, redundant: tuple[int, int] = (0, 0)
+) -> None:
     """Raise ``ValueError`` with the first of :func:`layout_problems`, if there are any."""
-    for problem in layout_problems(config, topology, all_to_all, with_draft):
+    for problem in layout_problems(config, topology, all_to_all, with_draft, redundant):
         raise ValueError(f"the layout does not fit the model: {problem}")
 
 

@@ -10,8 +10,10 @@ from typing import ClassVar, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from ...eplb.placement import Placement
 from ...layers.draft_heads_host import HostDraftBlock
 from ...layers.kernels import Kernels
+from ...layers.moe import MoE
 from ...layers.params import ParamSource
 from ...parallel.groups import Groups
 from ..cache import Cache
@@ -44,11 +46,12 @@ class DraftNoise(NamedTuple):
 
 class DraftRoom(NamedTuple):
     """How much a draft must be able to hold: requests, tokens of one request, and rows that may be stored and taken
-    back before the rows of a window before them are read: those of two blocks."""
+    back before the rows of a window before them are read: those of two blocks. ``experts``: where its experts are."""
 
     num_slots: int
     max_context: int
     max_verify: int
+    experts: Placement | None = None
 
 
 class DraftElsewhere(NamedTuple):
@@ -56,6 +59,7 @@ class DraftElsewhere(NamedTuple):
 
     gamma: int
     caches: tuple[Cache, ...] = ()
+    expert_layers: tuple[MoE, ...] = ()
 
 
 class Drafter(Protocol):
@@ -70,6 +74,9 @@ class Drafter(Protocol):
 
     caches: tuple[Cache, ...]
     """The rings by slot and position that hold all it knows of a request; restored where a prefix is reused."""
+
+    expert_layers: tuple[MoE, ...]
+    """Its own layers with experts, in order."""
 
     tap_kind: ClassVar[TapKind]
     """What it reads of the layers that :meth:`tap_layers` names."""

@@ -29,7 +29,7 @@ from ...layers.stages import drain
 from ...parallel.groups import Groups
 from ..cache import Cache, CacheLayout
 from ..model_config import DSparkConfig, ModelConfig
-from ..models.base import TapKind
+from ..models.base import TapKind, placed
 from ..models.deepseek_v4 import Block, DeepseekV4, draft_stage_sizes, hyper_sizes, rope_table
 from ..models.staged import dispatcher_for
 from ..step import Step
@@ -57,12 +57,14 @@ class DSparkDrafter:
         device, dtype = target.embed.weight.device, target.embed.weight.dtype
         rope = rope_table(config, config.main_rope, room.max_context + draft.block_size, device)
         stages = [Scope(source).scope(f"mtp.{stage}") for stage in range(config.num_draft_stages)]
-        sizes = [draft_stage_sizes(config) for _ in stages]
+        attention, moe, hyper = draft_stage_sizes(config)
+        sizes = [(attention, placed(moe, room.experts, stage), hyper) for stage in range(len(stages))]
         blocks = enumerate(zip(stages, sizes))
         self._dispatcher = dispatcher_for(sizes[0][1], target.dispatch, groups, dtype, device)
         travels = self._dispatcher.all_to_all
         self._blocks = [Block(scope, *size, rope, groups, kernels, stage, travels) for stage, (scope, size) in blocks]
-        layout = CacheLayout(tuple(attention for attention, _, _ in sizes), room.max_verify, dtype.itemsize)
+        self.expert_layers = tuple(block.moe for block in self._blocks)
+        layout = CacheLayout((attention,) * len(stages), room.max_verify, dtype.itemsize)
         self._cache = Cache(layout, room.num_slots, 0, 0, device, dtype)
         self.caches = (self._cache,)
         self._main_proj = MergedLinear(stages[0], [Part("main_proj.weight", 0, config.hidden_size)], kernels)

@@ -36,7 +36,7 @@ from ...layers.stages import drain
 from ...parallel.groups import Groups
 from ..cache import Cache, CacheLayout
 from ..model_config import ModelConfig
-from ..models.base import TapKind
+from ..models.base import TapKind, placed
 from ..models.deepseek_v4 import Block, DeepseekV4, draft_stage_sizes, hyper_sizes, rope_table
 from ..models.staged import dispatcher_for
 from ..step import Step
@@ -77,9 +77,11 @@ class MTPDrafter:
             MergedLinear(scope, [Part(f"{name}.weight", 0, hidden)], kernels) for name in ("e_proj", "h_proj")
         )
         attention, moe, hyper = draft_stage_sizes(config)
+        moe = placed(moe, room.experts, 0)
         self._dispatcher = dispatcher_for(moe, target.dispatch, groups, dtype, device)
         travels = self._dispatcher.all_to_all
         self._block = Block(scope, attention, moe, hyper, rope, groups, kernels, config.num_layers, travels)
+        self.expert_layers = (self._block.moe,)
         self._hyper_head = HyperHead(scope, "hc_head", hyper_sizes(config), kernels)
         self._norm = RMSNorm(scope, "norm", eps, kernels)
         # The way from a row's input to its key, for rows that need no more.

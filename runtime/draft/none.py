@@ -19,6 +19,7 @@ class NoDraft:
 
     gamma = 0
     caches = ()
+    expert_layers = ()
     tap_kind: TapKind = "mean"
 
     @classmethod

@@ -12,9 +12,11 @@ import torch
 
 from ...comm.dispatch import DispatchOptions
 from ...comm.pipeline import StageLink
+from ...eplb.placement import Placement
 from ...layers.attention.plan import CacheRows
 from ...layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from ...layers.kernels import Kernels
+from ...layers.moe import MoE, MoESizes
 from ...layers.params import ParamSource
 from ...layers.probe import Probe, ignore
 from ...parallel.groups import Groups
@@ -39,10 +41,9 @@ class ModelOutput(NamedTuple):
 STANDARD = DispatchOptions()
 
 
-def shared_demand(width: int, topology: Topology, all_to_all: bool) -> tuple[str, int, str, int]:
-    """What must be divisible for the shared expert, its size, and by which axis and how many ranks it is cut."""
-    axis, ranks = "tp" if topology.moe_dp == 1 else "tp / moe_dp", topology.tp // topology.moe_dp
-    return "moe_intermediate_size of the shared expert", width, axis, 1 if all_to_all else ranks
+def placed(moe: MoESizes, experts: Placement | None, index: int) -> MoESizes:
+    """``moe`` with the slots of one layer of a placement; ``index`` counts the layers that have experts."""
+    return moe if experts is None else moe._replace(slots=tuple(experts.slots[index].tolist()))
 
 
 class Model(Protocol):
@@ -57,6 +58,8 @@ class Model(Protocol):
     embed: VocabParallelEmbedding
     head: ParallelLMHead
     dispatch: DispatchOptions
+    expert_layers: tuple[MoE, ...]
+    """Its layers with experts, in order."""
 
     def forward(self, step: Step, cache: Cache, probe: Probe = ignore) -> ModelOutput:
         """The whole forward of ``step`` on the only stage, without overlap. Collective."""
@@ -106,9 +109,9 @@ class Family(Protocol):
         ...
 
     @classmethod
-    def problems(cls, config: Config, topology: Topology, all_to_all: bool) -> list[str]:
+    def problems(cls, config: Config, topology: Topology, all_to_all: bool, redundant: int = 0) -> list[str]:
         """What keeps ``config`` from being cut like ``topology``, with both numbers each; ``all_to_all``: whether rows
-        travel to their experts."""
+        travel to their experts; ``redundant``: slots of a layer beyond one per expert."""
         ...
 
     @classmethod
@@ -129,7 +132,9 @@ class Family(Protocol):
         dtype: torch.dtype = torch.float32,
         tap_kind: TapKind = "mean",
         dispatch: DispatchOptions = STANDARD,
+        experts: Placement | None = None,
     ) -> Model:
         """The model on this rank, with room for ``max_context`` positions; ``tap_layers`` are handed to the draft;
-        ``dispatch``: how rows reach their experts."""
+        ``dispatch``: how rows reach their experts; ``experts``: where these are, one row for each layer that has any,
+        None for whole blocks in order."""
         ...

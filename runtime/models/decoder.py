@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from ...comm.dispatch import DispatchOptions, Exchange
+from ...eplb.placement import Placement
 from ...layers.attention import AttentionSizes, make_attention
 from ...layers.attention.plan import AttentionPlan, LayerCache
 from ...layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -25,7 +26,7 @@ from ...layers.stages import Stages
 from ...parallel.groups import Groups
 from ...parallel.pipeline import stage_layers
 from ..cache import Cache
-from .base import STANDARD, ModelOutput
+from .base import STANDARD, ModelOutput, placed
 from .decoder_config import DecoderConfig
 from .staged import Part, Staged
 
@@ -56,11 +57,11 @@ class DecoderLayer:
         self._ffn_norm = RMSNorm(source, "ffn_norm", eps, kernels)
         self._attention = make_attention(source.scope("attn"), attention, rope, groups.attn_tp, kernels, layer)
         scope = source.scope("ffn")
-        self._mlp = self._moe = None
+        self._mlp = self.moe = None
         if isinstance(ffn, MLPSizes):
             self._mlp = MLP(scope, ffn, groups.attn_tp, kernels)
         else:
-            self._moe = MoE(scope, ffn, groups, kernels, layer, all_to_all)
+            self.moe = MoE(scope, ffn, groups, kernels, layer, all_to_all)
 
     def stages(
         self,
@@ -83,7 +84,7 @@ class DecoderLayer:
         if self._mlp is not None:
             y = yield from self._mlp.stages(exchange.for_attention(rows), exchange.start_sum)
         else:
-            y = yield from self._moe.stages(rows, ids, exchange, probe)
+            y = yield from self.moe.stages(rows, ids, exchange, probe)
         x = x + y
         probe("residual", self._layer, x)
         return x
@@ -99,7 +100,7 @@ class Activations(NamedTuple):
 
 class Decoder(Staged[Activations]):
     """See :class:`.base.Model`. ``tap_layers``: layers whose output a draft wants to see; ``dispatch``: how rows reach
-    their experts."""
+    their experts; ``experts``: where these are."""
 
     def __init__(
         self,
@@ -112,8 +113,9 @@ class Decoder(Staged[Activations]):
         tap_layers: tuple[int, ...] = (),
         dtype: torch.dtype = torch.float32,
         dispatch: DispatchOptions = STANDARD,
+        experts: Placement | None = None,
     ) -> None:
-        super().__init__(config.routed, dispatch, groups, dtype, device)
+        super().__init__(config.routed and placed(config.routed, experts, 0), dispatch, groups, dtype, device)
         self.config, self._tap_layers = config, tap_layers
         self.layers = stage_layers(config.num_layers, groups.pp.size)[groups.pp.rank]
         rope, top = rope_of(config, max_context, device), Scope(source)
@@ -121,9 +123,13 @@ class Decoder(Staged[Activations]):
             self.embed = VocabParallelEmbedding(top, "embed.weight", config.vocab_size, groups.attn_tp)
         self._blocks = []
         for layer in self.layers:
-            sizes = (config.attention[layer], config.ffn[layer], config.rms_norm_eps)
+            ffn = config.ffn[layer]
+            if isinstance(ffn, MoESizes):
+                ffn = placed(ffn, experts, sum(isinstance(one, MoESizes) for one in config.ffn[:layer]))
+            sizes = (config.attention[layer], ffn, config.rms_norm_eps)
             place = (rope, groups, kernels, layer, self.dispatchers[0].all_to_all)
             self._blocks.append(DecoderLayer(top.scope(f"layers.{layer}"), *sizes, *place))
+        self.expert_layers = tuple(block.moe for block in self._blocks if block.moe is not None)
         if self.is_last:
             self.norm = RMSNorm(top, "norm", config.rms_norm_eps, kernels)
             self.head = ParallelLMHead(top, config.head_name, config.vocab_size, groups.attn_tp, kernels)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ...comm.dispatch import DispatchOptions
+from ...eplb.placement import Placement
 from ...layers.attention import AttentionSizes
 from ...layers.attention.dsa import DSASizes
 from ...layers.attention.gqa import GQASizes
@@ -24,9 +25,10 @@ from ...parallel.groups import Groups
 from ...parallel.topology import Topology
 from ..checkpoint.config_keys import ConfigKeys
 from ..checkpoint.spec import TensorSpec
-from .base import STANDARD, TapKind, shared_demand
+from .base import STANDARD, TapKind
 from .decoder import Decoder
 from .decoder_config import DecoderConfig
+from .demands import expert_demand, indivisible, shared_demand
 
 Parts = dict[str, tuple[tuple[int, ...], str]]
 """Name below a layer -> shape and kind, see :class:`..checkpoint.spec.TensorSpec`."""
@@ -86,24 +88,20 @@ class DecoderFamily:
         return (config.attention[-1].cache(num_ranks),) * config.num_draft_stages
 
     @classmethod
-    def problems(cls, config: DecoderConfig, topology: Topology, all_to_all: bool) -> list[str]:
+    def problems(cls, config: DecoderConfig, topology: Topology, all_to_all: bool, redundant: int = 0) -> list[str]:
         """See :meth:`.base.Family.problems`."""
         found = dict.fromkeys(problem for one in config.attention for problem in one.problems(topology.attn_tp))
         demands = []
         for ffn in config.ffn:
             if isinstance(ffn, MoESizes):
                 demands += [
-                    ("n_routed_experts", ffn.num_experts, "ep", topology.ep),
+                    expert_demand("n_routed_experts", ffn.num_experts, redundant, topology),
                     ("moe_intermediate_size", ffn.width, "moe_tp", topology.moe_tp),
                     shared_demand(ffn.width, topology, all_to_all),
                 ]
             else:
                 demands.append(("intermediate_size", ffn.width, "attn_tp", topology.attn_tp))
-        found |= dict.fromkeys(
-            f"{what} = {size} is not divisible by {axis} = {ranks}"
-            for what, size, axis, ranks in demands
-            if size % ranks
-        )
+        found |= dict.fromkeys(indivisible(demands))
         if topology.ep > 1 and config.routed is None:
             found[f"ep = {topology.ep}, but the model has no experts"] = None
         return list(found)
@@ -126,9 +124,10 @@ class DecoderFamily:
         dtype: torch.dtype = torch.float32,
         tap_kind: TapKind = "mean",
         dispatch: DispatchOptions = STANDARD,
+        experts: Placement | None = None,
     ) -> Decoder:
         """See :meth:`.base.Family.build`; there is one stream, so ``tap_kind`` makes no difference."""
-        return Decoder(config, source, groups, kernels, max_context, device, tap_layers, dtype, dispatch)
+        return Decoder(config, source, groups, kernels, max_context, device, tap_layers, dtype, dispatch, experts)
 
 
 def _named(prefix: str, role: str, parts: Parts) -> dict[str, TensorSpec]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ...comm.dispatch import DispatchOptions, Exchange
+from ...eplb.placement import Placement
 from ...layers.attention.plan import AttentionPlan, LayerCache
 from ...layers.attention.v4 import V4Attention, V4AttentionSizes
 from ...layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -27,7 +28,7 @@ from ...parallel.groups import Groups
 from ...parallel.pipeline import stage_layers
 from ..cache import Cache
 from ..model_config import ModelConfig, RopeConfig
-from .base import STANDARD, ModelOutput, TapKind
+from .base import STANDARD, ModelOutput, TapKind, placed
 from .staged import Part, Staged
 
 
@@ -107,7 +108,7 @@ class Block:
         self._attn_hc = HyperConnection(source, "hc_attn", "attn_norm", hyper, kernels)
         self._ffn_hc = HyperConnection(source, "hc_ffn", "ffn_norm", hyper, kernels)
         self._attention = V4Attention(source.scope("attn"), attention, rope, groups.attn_tp, kernels, layer)
-        self._moe = MoE(source.scope("ffn"), moe, groups, kernels, layer, all_to_all)
+        self.moe = MoE(source.scope("ffn"), moe, groups, kernels, layer, all_to_all)
 
     def stages(
         self,
@@ -127,7 +128,7 @@ class Block:
         y = yield from self._attention.stages(x, cache, plan, exchange.start_sum, probe)
         streams = self._attn_hc.write(streams, y, mix)
         mix = self._ffn_hc.read(streams)
-        y = yield from self._moe.stages(mix.x, ids, exchange, probe)
+        y = yield from self.moe.stages(mix.x, ids, exchange, probe)
         streams = self._ffn_hc.write(streams, y, mix)
         probe("streams", self._layer, streams)
         return streams
@@ -144,7 +145,8 @@ class DeepseekV4(Staged[Activations]):
     """The model on this rank: the layers of its pipeline stage.
 
     ``tap_layers``: layers whose output a draft wants to see, as ``tap_kind`` says. ``dispatch``: how rows reach their
-    experts. The first stage embeds, the last has the head; with ``tap_layers`` the last embeds too, for the draft.
+    experts; ``experts``: where these are, None for whole blocks in order. The first stage embeds, the last has the
+    head; with ``tap_layers`` the last embeds too, for the draft.
     """
 
     def __init__(
@@ -159,10 +161,12 @@ class DeepseekV4(Staged[Activations]):
         dtype: torch.dtype = torch.float32,
         tap_kind: TapKind = "mean",
         dispatch: DispatchOptions = STANDARD,
+        experts: Placement | None = None,
     ) -> None:
-        super().__init__(moe_sizes(config, 0), dispatch, groups, dtype, device)
+        super().__init__(placed(moe_sizes(config, 0), experts, 0), dispatch, groups, dtype, device)
         self.config, self._tap_layers, self._tap_kind = config, tap_layers, tap_kind
         self.layers = stage_layers(config.num_layers, groups.pp.size)[groups.pp.rank]
+        self._experts = experts
         ropes = {
             "main": rope_table(config, config.main_rope, max_context, device),
             "compress": rope_table(config, config.compress_rope, max_context, device),
@@ -179,9 +183,17 @@ class DeepseekV4(Staged[Activations]):
     def _block(self, top: Scope, layer: int, ropes: dict[str, RopeTable], groups: Groups, kernels: Kernels) -> Block:
         attention = attention_sizes(self.config, layer)
         rope = ropes["main" if attention.kind == "sliding" else "compress"]
-        sizes = (attention, moe_sizes(self.config, layer), hyper_sizes(self.config))
+        sizes = (attention, self._moe_sizes(layer), hyper_sizes(self.config))
         travels = self.dispatchers[0].all_to_all
         return Block(top.scope(f"layers.{layer}"), *sizes, rope, groups, kernels, layer, travels)
+
+    def _moe_sizes(self, layer: int) -> MoESizes:
+        return placed(moe_sizes(self.config, layer), self._experts, layer)
+
+    @property
+    def expert_layers(self) -> tuple[MoE, ...]:
+        """The layers with experts on this stage, in order."""
+        return tuple(block.moe for block in self._blocks)
 
     @property
     def num_taps_before(self) -> int:

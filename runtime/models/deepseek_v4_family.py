@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ...comm.dispatch import DispatchOptions
+from ...eplb.placement import Placement
 from ...layers.attention.plan import CacheRows
 from ...layers.kernels import Kernels
 from ...layers.params import ParamSource
@@ -15,8 +16,9 @@ from ...parallel.topology import Topology
 from ..checkpoint.config_file import model_config_from_dict
 from ..checkpoint.spec import TensorSpec, v4_tensors
 from ..model_config import ModelConfig
-from .base import STANDARD, TapKind, shared_demand
+from .base import STANDARD, TapKind
 from .deepseek_v4 import DeepseekV4, attention_sizes, draft_stage_sizes
+from .demands import expert_demand, indivisible, shared_demand
 
 
 class DeepseekV4Family:
@@ -48,20 +50,16 @@ class DeepseekV4Family:
         return (draft_stage_sizes(config)[0],) * config.num_draft_stages
 
     @classmethod
-    def problems(cls, config: ModelConfig, topology: Topology, all_to_all: bool) -> list[str]:
+    def problems(cls, config: ModelConfig, topology: Topology, all_to_all: bool, redundant: int = 0) -> list[str]:
         """See :meth:`.base.Family.problems`."""
         demands = (
             ("num_attention_heads", config.num_heads, "attn_tp", topology.attn_tp),
             ("o_groups", config.o_groups, "attn_tp", topology.attn_tp),
-            ("n_routed_experts", config.num_experts, "ep", topology.ep),
+            expert_demand("n_routed_experts", config.num_experts, redundant, topology),
             ("moe_intermediate_size", config.moe_intermediate_size, "moe_tp", topology.moe_tp),
             shared_demand(config.moe_intermediate_size, topology, all_to_all),
         )
-        return [
-            f"{what} = {size} is not divisible by {axis} = {ranks}"
-            for what, size, axis, ranks in demands
-            if size % ranks
-        ]
+        return indivisible(demands)
 
     @classmethod
     def layer_labels(cls, config: ModelConfig) -> tuple[str, ...]:
@@ -81,7 +79,8 @@ class DeepseekV4Family:
         dtype: torch.dtype = torch.float32,
         tap_kind: TapKind = "mean",
         dispatch: DispatchOptions = STANDARD,
+        experts: Placement | None = None,
     ) -> DeepseekV4:
         """See :meth:`.base.Family.build`."""
-        sizes = (max_context, device, tap_layers, dtype, tap_kind, dispatch)
+        sizes = (max_context, device, tap_layers, dtype, tap_kind, dispatch, experts)
         return DeepseekV4(config, source, groups, kernels, *sizes)

@@ -31,7 +31,7 @@ def dispatcher_for(
     if moe is None:
         options, sizes = STANDARD, {"num_experts": groups.moe_ep.size, "top_k": 1, "hidden_size": 1}
     else:
-        sizes = {"num_experts": moe.num_experts, "top_k": moe.top_k, "hidden_size": moe.hidden_size}
+        sizes = {"num_experts": moe.num_slots, "top_k": moe.top_k, "hidden_size": moe.hidden_size}
     return make_dispatcher(options, groups, **sizes, dtype=dtype, device=device)
 
 

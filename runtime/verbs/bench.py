@@ -24,6 +24,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "synthetic": ("..bench.synthetic", "tokens per second of a made-up model of a few billion parameters on a GPU"),
     "overlap": ("..bench.overlap", "a prefill step with and without overlap of communication and computation"),
     "memory": ("..bench.memory", "memory per token of context against the formula of dspark check"),
+    "eplb": ("...eplb.bench", "balance and time of expert plans, re-plans and splits against the published greedy"),
 }
 
 

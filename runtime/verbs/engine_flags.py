@@ -25,6 +25,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     add_cache_flags(parser)
     _add_speculation_flags(parser)
     add_limit_flags(parser)
+    _add_expert_flags(parser)
 
 
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -163,6 +164,54 @@ def _add_speculation_flags(parser: argparse.ArgumentParser) -> None:
         "--confidence-threshold", type=float, metavar="X", help="verify drafts before the first less confident (static)"
     )
     group.add_argument("--block-verify", action="store_true", help="judge a block jointly instead of token by token")
+
+
+def _add_expert_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("placement of experts (docs/eplb.md)")
+    group.add_argument(
+        *("--num-redundant-experts", "--ep-num-redundant-experts"),
+        dest="num_redundant_experts",
+        type=int,
+        default=0,
+        metavar="R",
+        help="slots of a layer beyond one per expert, all ranks together (0)",
+    )
+    group.add_argument(
+        "--init-expert-location", metavar="MAP", help="which expert each slot holds, as dspark eplb plan writes it"
+    )
+    group.add_argument(
+        "--num-redundant-draft-experts", type=int, default=0, metavar="R", help="the same of the draft's own experts"
+    )
+    group.add_argument("--init-draft-expert-location", metavar="MAP", help="the same of the draft's own experts")
+    group.add_argument("--eplb-record", metavar="FILE.npz", help="count expert picks into this file")
+    group.add_argument("--eplb-draft-record", metavar="FILE.npz", help="the same of the draft's own experts")
+    group.add_argument(
+        *("--eplb-interval", "--eplb-rebalance-num-iterations"),
+        dest="eplb_interval",
+        type=int,
+        metavar="N",
+        help="rebalance after every N steps, while decoding goes on (default: never)",
+    )
+    group.add_argument(
+        *("--eplb-threshold", "--eplb-min-rebalancing-utilization-threshold"),
+        dest="eplb_threshold",
+        type=float,
+        default=_DEFAULT.eplb_threshold,
+        metavar="X",
+        help="only where the mean balance of the layers was below X (1: always)",
+    )
+    group.add_argument(
+        "--eplb-target", type=float, default=_DEFAULT.eplb_target, metavar="X", help="balance to stop at (%(default)s)"
+    )
+    group.add_argument("--eplb-max-moves", type=int, metavar="K", help="move at most K experts each time")
+    group.add_argument(
+        *("--eplb-layers-per-step", "--eplb-rebalance-layers-per-chunk"),
+        dest="eplb_layers_per_step",
+        type=int,
+        default=_DEFAULT.eplb_layers_per_step,
+        metavar="N",
+        help="layers whose experts move at a time (1)",
+    )
 
 
 def join_job(args: argparse.Namespace, **overrides: object) -> Job:

@@ -148,14 +148,15 @@ def test_shards_together_are_the_checkpoint(named, ep, moe_tp):
                 pretend("moe_tp", moe_tp, t),
                 Kernels("torch"),
             )
-            assert experts.gate_up.shape == (EXPERTS // ep, HIDDEN, 2 * share)
+            gate_up, down = experts.weights
+            assert gate_up.shape == (EXPERTS // ep, HIDDEN, 2 * share)
             cut = slice(t * share, (t + 1) * share)
-            for local in range(experts.num_local):
-                name = f"experts.{experts.first + local}"
-                assert torch.equal(experts.gate_up[local, :, :share].T, full[f"{name}.w1.weight"][cut])
-                assert torch.equal(experts.gate_up[local, :, share:].T, full[f"{name}.w3.weight"][cut])
-                assert torch.equal(experts.down[local].T, full[f"{name}.w2.weight"][:, cut])
-                seen.append((experts.first + local, t))
+            for local in range(len(gate_up)):
+                name = f"experts.{e * len(gate_up) + local}"
+                assert torch.equal(gate_up[local, :, :share].T, full[f"{name}.w1.weight"][cut])
+                assert torch.equal(gate_up[local, :, share:].T, full[f"{name}.w3.weight"][cut])
+                assert torch.equal(down[local].T, full[f"{name}.w2.weight"][:, cut])
+                seen.append((e * len(gate_up) + local, t))
     assert sorted(seen) == [(e, t) for e in range(EXPERTS) for t in range(moe_tp)]
 
 
