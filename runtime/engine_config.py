@@ -209,6 +209,8 @@ class EngineConfig:
         for name in PATHS:
             if getattr(self, name) == "" or not isinstance(getattr(self, name), (str, os.PathLike, type(None))):
                 raise ValueError(f"{_flag(name)} is {getattr(self, name)!r}; allowed: a path")
+        if self.deterministic and self.places_experts:
+            raise ValueError("--deterministic shares out experts by columns: nothing can be placed, counted or moved")
         if self.deterministic and self.dispatcher != "standard":
             raise ValueError(
                 f"--deterministic needs the dispatcher standard: with {self.dispatcher}, sums of rows that travel are "

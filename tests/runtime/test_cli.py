@@ -42,10 +42,17 @@ def launch(args, world=None, **options):
         (["generate", *PROMPT, "--max-context", "5000"], "--max-context is 5000, but the model has 4096"),
         (["generate", *PROMPT, "--model", "/nowhere"], "/nowhere"),
         (["generate", *PROMPT, "--tp", "3"], "tp * pp = 3 * 1 = 3, but there are 1 ranks"),
-        (["generate", *PROMPT, "--overlap", "tbo"], "--overlap tbo is not available yet in this version"),
         (
             ["generate", *PROMPT, "--draft", "none", "--block-verify"],
             "--block-verify is for a draft, but there is none",
+        ),
+        (
+            ["generate", *PROMPT, "--deterministic", "--dispatcher", "normal"],
+            "--deterministic needs the dispatcher standard",
+        ),
+        (
+            ["generate", *PROMPT, "--deterministic", "--eplb-interval", "9"],
+            "--deterministic shares out experts by columns",
         ),
         (["generate", *PROMPT, "--draft", "none", "--sts", "t.json"], "--sts t.json is for a draft"),
         (["generate", *PROMPT, "--draft", "mystery"], "unknown draft 'mystery'; there are none"),
