@@ -2,6 +2,7 @@
 
 from setuptools import find_packages, setup
 
+TRITON = "triton>=3.7; platform_system == 'Linux'"
 FOLDERS = ("parallel", "comm", "layers", "eplb", "runtime")
 
 package_dir = {f"dspark.{folder}": folder for folder in FOLDERS}
@@ -23,7 +24,7 @@ setup(
         # Compiled CPU kernels. Without it the plain torch twins run instead.
         "cpu": ["numba>=0.60"],
         # CUDA builds of torch bring their own triton; this extra is for the interpreter on a CPU.
-        "triton": ["triton>=3.7"],
+        "triton": [TRITON],
         # Only for CUDA 12 builds of torch: current PyPI builds bring NCCL for CUDA 13.
         "nccl-cu12": ["nvidia-nccl-cu12"],
         "mpi": ["mpi4py>=4.0"],
@@ -40,6 +41,7 @@ setup(
             "mpich",
             "matplotlib>=3.8",
             "numba>=0.60",
+            TRITON,
         ],
     },
     entry_points={"console_scripts": ["dspark=dspark.runtime.cli:main"]},

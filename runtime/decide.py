@@ -23,13 +23,14 @@ from .penalised import penalised
 from .random import Purpose, uniforms
 from .sampling import SamplingRows, greedy_ids, log_probs, target_probs
 from .sequence import RequestState
+from .spec import device_verify
 from .spec.block_verify import verify_blocks
 from .spec.confidence import conditional
 from .spec.rows import PackedRows
 from .spec.schedule import StaticPolicy, VerifyPolicy, make_policy
 from .spec.sps import load_table
 from .spec.sts import load_temperatures
-from .spec.verdict import cut
+from .spec.verdict import Verdict, cut
 from .spec.verify import verify_greedy, verify_tokens
 
 
@@ -75,7 +76,8 @@ class Drafted(NamedTuple):
 
 
 class Decider:
-    """Decides for all ranks. ``temperatures`` [γ] calibrate confidences; ``joint`` judges blocks jointly."""
+    """Decides for all ranks. ``temperatures`` [γ] calibrate confidences; ``joint`` judges blocks jointly,
+    ``on_device`` where the logits are instead of on the host."""
 
     def __init__(
         self,
@@ -83,10 +85,11 @@ class Decider:
         policy: VerifyPolicy,
         temperatures: np.ndarray | None = None,
         joint: bool = False,
+        on_device: bool = False,
     ) -> None:
         self._gamma, self.policy, self._temperatures = gamma, policy, temperatures
         self.recorder: Recorder | None = None
-        self._verify = verify_blocks if joint else verify_tokens
+        self._joint, self._on_device = joint, on_device
 
     def noise(self, states: Sequence[RequestState]) -> DraftNoise:
         """How drafts are drawn: at the requests' own temperatures."""
@@ -116,17 +119,7 @@ class Decider:
         if not states:
             return torch.empty((0, table_width(self._gamma)), dtype=torch.int64)
         rows = PackedRows.from_lens(drafted.lens, self._gamma)
-        params = [state.request.params for state in states]
-        logits = penalised(logits, states, rows, drafted.drafts)
-        ids = greedy_ids(logits)
-        if all(p.greedy for p in params):
-            verdict = verify_greedy(rows, ids.cpu().numpy(), drafted.drafts)
-        else:
-            sampling = SamplingRows.of([params[r] for r in rows.request.tolist()], logits.device)
-            probs = target_probs(logits, sampling).cpu().numpy()
-            coins = _block_uniforms(states, self._gamma, Purpose.ACCEPT)
-            final = _block_uniforms(states, 1, Purpose.TARGET)[:, 0]
-            verdict = self._verify(rows, probs, drafted.drafts, coins, final, drafted.probs)
+        verdict = self._verdict(rows, states, penalised(logits, states, rows, drafted.drafts), drafted)
         uncut, verdict = verdict, cut(verdict, [state.num_left for state in states], [state.stops for state in states])
         if self.recorder is not None and num_decoding:
             n = num_decoding
@@ -134,6 +127,29 @@ class Decider:
         proposed = [0] * num_decoding if drafted.proposed is None else drafted.proposed.tolist()
         counts = proposed + [COMPLETED] * (len(states) - num_decoding)
         return to_table([state.number for state in states], counts, verdict)
+
+    def _verdict(
+        self, rows: PackedRows, states: Sequence[RequestState], logits: torch.Tensor, drafted: Drafted
+    ) -> Verdict:
+        """What the target accepts, uncut. On a device only the verdict comes back, in one copy."""
+        params, ids = [state.request.params for state in states], greedy_ids(logits)
+        greedy = all(p.greedy for p in params)
+        if greedy and not self._on_device:
+            return verify_greedy(rows, ids.cpu().numpy(), drafted.drafts)
+        device = logits.device
+        drafts, places = torch.from_numpy(drafted.drafts.clip(min=0)).to(device), rows.on(device)
+        if greedy:
+            return Verdict.from_tensor(device_verify.verify_greedy(places, ids, drafts))
+        probs = target_probs(logits, SamplingRows.of([params[r] for r in rows.request.tolist()], device))
+        coins = _block_uniforms(states, self._gamma, Purpose.ACCEPT)
+        final = _block_uniforms(states, 1, Purpose.TARGET)[:, 0]
+        if not self._on_device:
+            verify = verify_blocks if self._joint else verify_tokens
+            return verify(rows, probs.cpu().numpy(), drafted.drafts, coins, final, drafted.probs)
+        laws = None if drafted.probs is None else torch.from_numpy(drafted.probs).to(device)
+        verify = device_verify.verify_blocks if self._joint else device_verify.verify_tokens
+        chances = (torch.from_numpy(numbers).to(device) for numbers in (coins, final))
+        return Verdict.from_tensor(verify(places, probs, drafts, *chances, laws))
 
     def logprobs(
         self,
@@ -193,4 +209,4 @@ def make_decider(config: EngineConfig, gamma: int) -> Decider:
     table = load_table(config.sps_table) if config.sps_table else None
     policy = make_policy(config.verify, table, config.confidence_threshold) if gamma else StaticPolicy()
     temperatures = load_temperatures(config.sts, gamma) if config.sts and gamma else None
-    return Decider(gamma, policy, temperatures, config.block_verify)
+    return Decider(gamma, policy, temperatures, config.block_verify, config.device == "cuda")

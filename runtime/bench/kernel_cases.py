@@ -17,10 +17,12 @@ from ...layers.attention.plan import AttentionPlan, LayerCache, Rows
 from ...layers.kernels import Kernels
 from ...layers.kernels.moe import Routing
 from ...layers.kernels.projection import ProjectionSizes
+from ...layers.kernels.quantised import BLOCK as BLOCK_SIZE
+from ...layers.kernels.quantised import FP4_GROUP, FP8, PackedWeight
 from ...layers.rope import RopeTable
 
 BYTES_PER_SECOND = 4.8e12  # H200 memory
-OPERATIONS_PER_SECOND = {"bfloat16": 989e12, "float32": 67e12}  # dense tensor cores; plain units
+OPERATIONS_PER_SECOND = {"float8": 1979e12, "bfloat16": 989e12, "float32": 67e12}  # dense tensor cores; plain units
 
 D, STREAMS, HEADS, HEAD, ROPE, LATENT = 4096, 4, 64, 512, 64, 1024
 INDEX_HEADS, INDEX, TOP_ENTRIES, WINDOW, GROUPS, GROUP_RANK = 64, 128, 512, 128, 8, 1024
@@ -62,6 +64,17 @@ class Scene:
     def wide(self, *shape: int) -> torch.Tensor:
         """float32 noise."""
         return torch.randn(shape, device=self.device) * 0.1
+
+    def packed(self, name: str, *shape: int) -> PackedWeight:
+        """A weight [.., in, out] of codes without meaning."""
+        *front, num_in, num_out = shape
+        codes = torch.randint(
+            0, 100, (*front, num_in if name == "fp8" else num_in // 2, num_out), dtype=torch.uint8, device=self.device
+        )
+        if name == "fp8":
+            scales = (*front, num_in // BLOCK_SIZE, num_out // BLOCK_SIZE)
+            return PackedWeight(codes.view(FP8), torch.ones(scales, device=self.device), num_in)
+        return PackedWeight(codes, torch.ones((*front, num_in // FP4_GROUP, num_out), device=self.device), num_in)
 
     def plan(self) -> AttentionPlan:
         """Requests that all verify at the end of the context."""
@@ -224,7 +237,9 @@ def expert_cases(kernels: Kernels, scene: Scene) -> list[Case]:
     forward = kernels.bind("experts_forward", gate_up=gate_up, down=down, limit=LIMIT)
     routing, picks = Routing(chosen, scene.wide(t, TOP_EXPERTS)), t * TOP_EXPERTS
     used = min(picks, EXPERTS)
+    packed = [_packed_experts(kernels, scene, x, routing, name, used) for name in ("fp8", "fp4")]
     return [
+        *packed,
         Case("route_scored", lambda: scored(logits), 4 * logits.numel(), 40 * logits.numel(), "float32"),
         Case("route_hashed", lambda: hashed(logits, chosen), 4 * logits.numel(), 10 * logits.numel(), "float32"),
         Case(
@@ -236,4 +251,20 @@ def expert_cases(kernels: Kernels, scene: Scene) -> list[Case]:
     ]
 
 
-FAMILIES = (row_cases, attention_cases, expert_cases)
+def _packed_experts(kernels: Kernels, scene: Scene, x: torch.Tensor, routing: Routing, name: str, used: int) -> Case:
+    first, second = scene.packed(name, EXPERTS, D, 2 * WIDTH), scene.packed(name, EXPERTS, WIDTH, D)
+    forward = kernels.bind("scaled_experts_forward", gate_up=first, down=second, limit=LIMIT)
+    weight_bytes = sum((w.values.numel() + 4 * w.scales.numel()) // EXPERTS for w in (first, second))
+    operations = 2 * routing.experts.numel() * 3 * D * WIDTH
+    return Case(f"experts ({name})", lambda: forward(x, routing), used * weight_bytes + 4 * x.numel(), operations)
+
+
+def packed_cases(kernels: Kernels, scene: Scene) -> list[Case]:
+    """Rows packed to FP8 on their way to an FP8 product."""
+    t, num_in, weight = scene.num_rows, GROUPS * GROUP_RANK, scene.packed("fp8", GROUPS * GROUP_RANK, D)
+    x, linear = scene.half(t, num_in), kernels.bind("scaled_linear", weight=weight)
+    num_bytes = weight.values.numel() + 4 * weight.scales.numel() + 2 * t * (2 * num_in + D)
+    return [Case("scaled_linear (wo_b)", lambda: linear(x), num_bytes, 2 * t * num_in * D, "float8")]
+
+
+FAMILIES = (row_cases, attention_cases, expert_cases, packed_cases)

@@ -180,7 +180,7 @@ def bind_attend(
             selected.contiguous() if chosen else plan.page_table, selected.shape[1] if chosen else 0,
             *rows, sinks, rope.cos, rope.sin, num_pairs, out, parts, stats, num_rows, num_heads, window, scale, slices,
             RATIO=ratio, SELECTED=chosen, BLOCK_WISE=plan.bidirectional, SLICED=slices > 1, WIDTH=width, SHIFT=shift,
-            BLOCK_HEADS=block_heads, BLOCK_KEYS=BLOCK_KEYS, BLOCK=block, num_warps=4, num_stages=2,
+            BLOCK_HEADS=block_heads, BLOCK_KEYS=BLOCK_KEYS, BLOCK=block, num_warps=8, num_stages=2,
         )  # fmt: skip
         if slices > 1:
             launch(

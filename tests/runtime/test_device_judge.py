@@ -1,0 +1,20 @@
+"""Where the logits are on a device, drafts are judged there: the same tokens as by the host, greedy and sampled."""
+
+import pytest
+from dspark.runtime.checkpoint import bundled_model
+from dspark.runtime.request import Request, SamplingParams
+
+
+@pytest.mark.parametrize("options", [{}, {"block_verify": True}], ids=["by token", "by block"])
+@pytest.mark.parametrize("temperatures", [(0.0, 0.0), (0.0, 0.9, 1.3)], ids=["greedy", "sampled"])
+def test_same_tokens(drafted, temperatures, options):
+    loaded, results = drafted.alone(bundled_model()), []
+    for on_device in (False, True):
+        engine = loaded.engine(loaded.own, **options)
+        engine._decider._on_device = on_device
+        requests = []
+        for i, temperature in enumerate(temperatures):
+            params = SamplingParams(max_new_tokens=24, temperature=temperature, ignore_eos=True)
+            requests.append(Request(str(i), (5 + i, 9, 31, 2 + i), params, i))
+        results.append({name: (ids, spec) for name, (ids, _, spec) in drafted.run(engine, requests).items()})
+    assert results[0] == results[1]
