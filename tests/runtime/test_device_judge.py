@@ -5,13 +5,13 @@ from dspark.runtime.checkpoint import bundled_model
 from dspark.runtime.request import Request, SamplingParams
 
 
-@pytest.mark.parametrize("options", [{}, {"block_verify": True}], ids=["by token", "by block"])
+@pytest.mark.parametrize("joint", [False, True], ids=["by token", "by block"])
 @pytest.mark.parametrize("temperatures", [(0.0, 0.0), (0.0, 0.9, 1.3)], ids=["greedy", "sampled"])
-def test_same_tokens(drafted, temperatures, options):
+def test_same_tokens(drafted, temperatures, joint):
     loaded, results = drafted.alone(bundled_model()), []
     for on_device in (False, True):
-        engine = loaded.engine(loaded.own, **options)
-        engine._decider._on_device = on_device
+        engine = loaded.engine(loaded.own)
+        engine._decider._on_device, engine._decider._joint = on_device, joint
         requests = []
         for i, temperature in enumerate(temperatures):
             params = SamplingParams(max_new_tokens=24, temperature=temperature, ignore_eos=True)
