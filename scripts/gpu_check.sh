@@ -6,12 +6,15 @@
 #   bash scripts/gpu_check.sh                    uses .venv, or the Python that DSPARK_PYTHON names
 set -uo pipefail
 
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 PYTHON="${DSPARK_PYTHON:-.venv/bin/python}"
 REPORT="${DSPARK_REPORT:-gpu-check.txt}"
-export PYTHONSAFEPATH=1 PYTHONPATH= OMP_NUM_THREADS=4
+export PYTHONSAFEPATH=1 PYTHONPATH="" OMP_NUM_THREADS=4
 unset TRITON_INTERPRET
 FAILED=()
+COMPARE='import json, sys
+ids = [[json.loads(line)["token_ids"] for line in open(path)] for path in sys.argv[1:]]
+sys.exit(ids[0] != ids[1] or not ids[0])'
 : >"$REPORT"
 
 say() { printf '%s\n' "$*" | tee -a "$REPORT"; }
@@ -31,13 +34,12 @@ part() {
 
 # same NAME A B: two result files must hold the same token ids.
 same() {
-    "$PYTHON" - "$2" "$3" <<'PY' && say "-- $1: same tokens" || { say "-- $1: TOKENS DIFFER"; FAILED+=("$1"); }
-import json
-import sys
-
-ids = [[json.loads(line)["token_ids"] for line in open(path)] for path in sys.argv[1:]]
-sys.exit(ids[0] != ids[1] or not ids[0])
-PY
+    if "$PYTHON" -c "$COMPARE" "$2" "$3"; then
+        say "-- $1: same tokens"
+    else
+        say "-- $1: TOKENS DIFFER"
+        FAILED+=("$1")
+    fi
 }
 
 generate() {

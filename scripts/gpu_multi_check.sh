@@ -5,9 +5,9 @@
 #   bash scripts/gpu_multi_check.sh [GPUS]       GPUS: default all, at most 8
 set -uo pipefail
 
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 PYTHON="${DSPARK_PYTHON:-.venv/bin/python}"
-export PYTHONSAFEPATH=1 PYTHONPATH= OMP_NUM_THREADS=4
+export PYTHONSAFEPATH=1 PYTHONPATH="" OMP_NUM_THREADS=4
 unset TRITON_INTERPRET
 GPUS="${1:-$("$PYTHON" -c 'import torch; print(min(torch.cuda.device_count(), 8))' 2>/dev/null || echo 0)}"
 if [ "$GPUS" -lt 2 ]; then
@@ -17,26 +17,22 @@ fi
 WORK="$(mktemp -d)"
 trap 'rm -rf "$WORK"' EXIT
 FAILED=0
+COMPARE='import json, sys
+ids = [[json.loads(line)["token_ids"] for line in open(path)] for path in sys.argv[1:]]
+sys.exit(ids[0] != ids[1] or not ids[0])'
 
 # run NAME RANKS OPTIONS...: decodes two prompts on RANKS GPUs and compares with the one-GPU tokens.
 run() {
     local name="$1" ranks="$2"
     shift 2
-    timeout 180 "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m dspark.runtime generate \
+    if ! timeout 180 "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m dspark.runtime generate \
         --device cuda --dtype float32 --max-new-tokens 48 --ignore-eos --output "$WORK/$name.jsonl" \
         --prompt '<|user|>Give me three tips for cooking rice.<|assistant|>' --prompt 'def main():' "$@" \
-        >"$WORK/$name.log" 2>&1
-    if [ $? -ne 0 ]; then
+        >"$WORK/$name.log" 2>&1; then
         printf '%-24s FAILED\n' "$name"
         tail -n 5 "$WORK/$name.log"
         FAILED=1
-    elif [ "$name" != one ] && ! "$PYTHON" - "$WORK/one.jsonl" "$WORK/$name.jsonl" <<'PY'; then
-import json
-import sys
-
-ids = [[json.loads(line)["token_ids"] for line in open(path)] for path in sys.argv[1:]]
-sys.exit(ids[0] != ids[1] or not ids[0])
-PY
+    elif [ "$name" != one ] && ! "$PYTHON" -c "$COMPARE" "$WORK/one.jsonl" "$WORK/$name.jsonl"; then
         printf '%-24s TOKENS DIFFER\n' "$name"
         FAILED=1
     else

@@ -113,13 +113,15 @@ def _load_weight(
         both = tl.permute(tl.join(_e2m1(codes & 15), _e2m1(codes >> 4)), (0, 2, 1))
         weight = tl.reshape(both, (BLOCK_K, column.shape[1]))
         scale = tl.load(scales + (expert * tl.cdiv(num_in, 32) + k // 32) * num_out + column, mask=mask, other=0.0)
-        return (weight * scale).to(dtype)
-    weight = tl.load(values + (expert * num_in + k) * num_out + column, mask=mask, other=0.0)
-    if FORMAT == FP8:  # a tile lies in one row of blocks
+        weight = weight * scale
+    elif FORMAT == FP8:  # a tile lies in one row of blocks
         blocks = tl.cdiv(num_out, 128)
         at = scales + (expert * tl.cdiv(num_in, 128) + begin // 128) * blocks + column // 128
-        weight = (weight.to(tl.float32) * tl.load(at, mask=inside, other=0.0)).to(dtype)
-    return weight
+        codes = tl.load(values + (expert * num_in + k) * num_out + column, mask=mask, other=0.0)
+        weight = codes.to(tl.float32) * tl.load(at, mask=inside, other=0.0)
+    else:
+        weight = tl.load(values + (expert * num_in + k) * num_out + column, mask=mask, other=0.0)
+    return weight.to(dtype)
 
 
 @triton.jit
