@@ -29,6 +29,8 @@ class HostDraftBlock(NamedTuple):
     """[B, γ, V] float64, the laws the tokens were drawn from; ``None`` if all blocks are greedy."""
     confidence_logits: np.ndarray | None
     """[B, γ], ``None`` without a confidence head."""
+    lens: np.ndarray | None = None
+    """[B] int64: how many of the tokens are proposed, decided by nothing behind the anchor; ``None`` for all."""
 
 
 class HostHeads:

@@ -32,9 +32,7 @@ class MLP:
         self._swiglu = kernels.bind("swiglu", limit=math.inf)
         self._down = RowParallelLinear(source, "down_proj.weight", sizes.width, group, kernels)
 
-    def stages(
-        self, x: torch.Tensor, start_sum: Callable[[torch.Tensor], Pending]
-    ) -> Stages[torch.Tensor]:
+    def stages(self, x: torch.Tensor, start_sum: Callable[[torch.Tensor], Pending]) -> Stages[torch.Tensor]:
         """Normed rows [T, D] -> what ``start_sum`` makes of this rank's summand [T, D]. Collective; yields once, while
         the sum is in flight."""
         pending = start_sum(self._down.partial(self._swiglu(self._gate_up(x))))

@@ -194,9 +194,7 @@ class MoE:
         self.slots.set(slots)
         self._experts.bind()
 
-    def stages(
-        self, x: torch.Tensor, ids: torch.Tensor, exchange: Exchange, probe: Probe
-    ) -> Stages[torch.Tensor]:
+    def stages(self, x: torch.Tensor, ids: torch.Tensor, exchange: Exchange, probe: Probe) -> Stages[torch.Tensor]:
         """Normed rows ``x`` [t, D] of this rank and their token ids [t] -> [t, D]. Collective."""
         routing, dispatcher = self._router(x, ids), exchange.dispatcher
         probe("experts", self._layer, routing.experts)

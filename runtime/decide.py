@@ -104,8 +104,11 @@ class Decider:
         """How many of each request's drafts are verified, at most ``max_lens`` [R]."""
         logits = block.confidence_logits
         c = None if logits is None else conditional(logits, self._temperatures)
+        proposed = np.where(max_lens > 0, self._gamma, 0)
+        if block.lens is not None:
+            max_lens, proposed = np.minimum(max_lens, block.lens), np.minimum(proposed, block.lens)
         plan = self.policy.plan([state.request.request_id for state in states], c, max_lens, other_rows)
-        return Drafted(block.tokens, plan.lens, block.probs, logits, np.where(max_lens > 0, self._gamma, 0))
+        return Drafted(block.tokens, plan.lens, block.probs, logits, proposed)
 
     def judge(
         self, states: Sequence[RequestState], num_decoding: int, logits: torch.Tensor, drafted: Drafted

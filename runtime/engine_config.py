@@ -28,6 +28,7 @@ MAX_RUNNING = 1 << 16
 MAX_REDUNDANT = 1 << 16
 PATHS = (
     "model",
+    "draft_model",
     "sps_table",
     "sts",
     "init_expert_location",
@@ -48,6 +49,7 @@ class EngineConfig:
     row-parallel and shared-expert products, are packed. ``graphs``: small steps are CUDA graphs where they can be.
     ``mixed_chunk``: prefill tokens of a step beside up to 8 decoding requests a DP rank, in proportion with more;
     ``None``: 24 on CPU, else as many as ``chunk_size``.
+    ``draft_model`` is the folder of a draft that is a checkpoint of its own.
 
     The cache of a DP rank has ``cache_pages`` pages, or what fits into ``cache_bytes`` a rank, or enough for
     ``max_running`` requests of ``max_context`` tokens, or what a GPU has left if weights and cache may take
@@ -86,6 +88,7 @@ class EngineConfig:
     seed: int = 0
     deterministic: bool = False
     draft: str = "auto"
+    draft_model: str | None = None
     gamma: int | None = None
     verify: str = "static"
     sps_table: str | None = None

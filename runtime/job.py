@@ -14,10 +14,10 @@ import torch
 from ..parallel.groups import Group, Groups
 from ..parallel.launch import Limits, Process, detect, init
 from ..parallel.topology import Topology
-from .checkpoint import bundled_model
+from .checkpoint import bundled_model, inspect_checkpoint
 from .checkpoint.placement import check_layout
 from .digest import files_digest
-from .draft import own_draft
+from .draft import OWN_PREDICTION, own_draft
 from .engine_config import EngineConfig, resolve
 from .model_config import Config, load_model_config
 from .ranks_table import ranks_table
@@ -31,7 +31,7 @@ MakeTopology = Callable[[int, "Sequence[int] | None"], Topology]
 # Of each shard, so many pieces of 64 KiB are compared between ranks.
 NUM_SAMPLES = 16
 # Files whose place may differ from host to host, but not their content.
-FILE_OPTIONS = ("model", "sps_table", "sts", "init_expert_location", "init_draft_expert_location")
+FILE_OPTIONS = ("model", "draft_model", "sps_table", "sts", "init_expert_location", "init_draft_expert_location")
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,13 @@ class _Plan:
     def __init__(self, config: EngineConfig, make_topology: MakeTopology, world: int) -> None:
         self._given, self._make_topology, self._world = config, make_topology, world
 
+    def _own_draft(self, given: EngineConfig) -> str:
+        """What ``--draft auto`` means. Libraries that leave prediction layers out of the files still announce them."""
+        name = own_draft(self.model, given.draft_model)
+        if given.draft != "auto" or name not in OWN_PREDICTION.values():
+            return name
+        return name if inspect_checkpoint(self.folder, self.model).has_draft else "none"
+
     def describe(self, device: torch.device) -> Mapping[str, str]:
         """Everything that must be equal on all ranks; raises ``ValueError`` or ``OSError`` for what cannot be run."""
         given = self._given.validate()
@@ -131,7 +138,7 @@ class _Plan:
             model_dir=str(self.folder),
             device_type=device.type,
             max_positions=self.model.max_position_embeddings,
-            own_draft=own_draft(self.model),
+            own_draft=self._own_draft(given),
         )
         if self._world == 1:
             return {}

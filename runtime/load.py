@@ -18,8 +18,9 @@ from .balance import ExpertLinks, expert_placements, make_keeper
 from .cache import Cache, CacheLayout, pages_within
 from .checkpoint import CheckpointReader
 from .decide import StopStrings
-from .draft import Drafter, drafter_class
+from .draft import Drafter, draft_config, drafter_class
 from .draft.base import DraftElsewhere, DraftRoom
+from .draft.files import DraftFiles
 from .engine import Engine
 from .engine_config import EngineConfig
 from .graphs import Graphs, record_on_cuda
@@ -53,23 +54,26 @@ def load_engine(
         choose(device, dtype, config.deterministic, config.kernels, config.formats),
         drafter_class(config.draft),
     )
-    taps = draft.tap_layers(model_config)
-    max_verify = 1 + (config.gamma or draft.default_gamma(model_config))
-    rows = max(max_verify, 1 + draft.max_gamma(model_config))
+    settings = draft_config(config.draft, model_config, config.draft_model)
+    if config.prefix_cache and not draft.resumes:
+        raise ValueError(f"--prefix-cache stores nothing of the draft {config.draft}; take another draft")
+    taps = draft.tap_layers(settings)
+    max_verify = 1 + (config.gamma or draft.default_gamma(settings))
+    rows = max(max_verify, 1 + draft.max_gamma(settings))
     dispatch = dispatch_options(config, groups.topology, rows)
     placements = expert_placements(config, model_config, groups.topology, max_verify > 1)
     target = placements.target and placements.target.placement
     sizes = (config.max_context, device, taps, dtype, draft.tap_kind, dispatch, target)
     model = family(model_config.model_type).build(model_config, source, groups, kernels, *sizes)
-    if max_verify > 1 and not draft.has_confidence(model_config):
+    if max_verify > 1 and not draft.has_confidence(settings):
         check_untrimmed(config)
-    num_rows = draft_rows(draft, model_config, max_verify)
+    num_rows = draft_rows(draft, settings, max_verify)
     own = placements.draft and placements.draft.placement
     room = DraftRoom(config.max_running, config.max_context, num_rows, own)
     if model.is_last:
         if max_verify > 1 and groups.tp.rank == 0:  # the draft uses the target's own
             reader.check_copies()
-        drafter = draft.load(model_config, source, model, groups, kernels, room, config.gamma)
+        drafter = draft.load(settings, source, model, groups, kernels, room, config.gamma)
     else:
         drafter = DraftElsewhere(max_verify - 1)
     if device.type == "cuda" and config.cache_pages is None and config.cache_bytes is None:
@@ -114,12 +118,12 @@ def dispatch_options(config: EngineConfig, topology: Topology, rows_per_request:
     return DispatchOptions(config.dispatcher, config.dispatch_backend, given or needed, config.fp8_dispatch)
 
 
-def draft_rows(draft: type[Drafter], model_config: Config, max_verify: int) -> int:
+def draft_rows(draft: type[Drafter], settings: Config | DraftFiles, max_verify: int) -> int:
     """Rows of a draft's rings beyond its window.
 
     A block is stored as wide as it was trained, and the rows before the one that follows it must survive that.
     """
-    return 2 * (1 + max(max_verify - 1, draft.max_gamma(model_config)))
+    return 2 * (1 + max(max_verify - 1, draft.max_gamma(settings)))
 
 
 def check_untrimmed(config: EngineConfig) -> None:

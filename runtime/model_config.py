@@ -11,7 +11,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import pathlib
-from typing import Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+
+if TYPE_CHECKING:
+    from .checkpoint.spec import TensorSpec
 
 ScoringFunc = Literal["sqrtsoftplus", "sigmoid", "softmax"]
 LayerKind = Literal["sliding", "csa", "hca"]
@@ -75,6 +78,14 @@ class Config(Protocol):
 
     def routed_blocks(self, with_draft: bool) -> list[tuple[str, int]]:
         """The canonical names of the blocks that route, and how many experts each has."""
+        ...
+
+    def tensors(self, with_draft: bool) -> dict[str, TensorSpec]:
+        """Canonical name -> what it must be, for the target and, if wanted and announced, its draft."""
+        ...
+
+    def rename(self, name: str) -> str:
+        """A canonical name once more, where this model has names of its own."""
         ...
 
 
@@ -205,6 +216,16 @@ class ModelConfig:
     def num_hash_layers(self) -> int:
         """Layers whose router goes by token id."""
         return sum(self.hash_layers)
+
+    def tensors(self, with_draft: bool) -> dict[str, TensorSpec]:
+        """See :meth:`Config.tensors`."""
+        from .checkpoint.spec import v4_tensors
+
+        return v4_tensors(self, with_draft)
+
+    def rename(self, name: str) -> str:
+        """See :meth:`Config.rename`."""
+        return name
 
     def routed_blocks(self, with_draft: bool) -> list[tuple[str, int]]:
         """The canonical names of the blocks that route, and how many experts each has."""

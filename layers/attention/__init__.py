@@ -26,6 +26,7 @@ ATTENTION_KINDS: dict[str, str] = {
     "gqa": "gqa:GQAttention",
     "mla": "mla:MLAttention",
     "dsa": "dsa:DSAttention",
+    "injected": "injected:InjectedAttention",
 }
 
 

@@ -72,6 +72,13 @@ class GQASizes(NamedTuple):
         return found
 
 
+class Projected(NamedTuple):
+    """Queries ``q`` [T, H, d], rotated, and ``rows`` for the cache [T, 2 H_k d]."""
+
+    q: torch.Tensor
+    rows: torch.Tensor
+
+
 class GQAttention:
     """One attention layer, cut by heads over ``group``."""
 
@@ -90,14 +97,14 @@ class GQAttention:
         self._store_ring = kernels.bind("store_rows")
         self._out = RowParallelLinear(source, "o_proj.weight", sizes.num_heads * sizes.head_dim, group, kernels)
 
-    def project(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normed rows [T, D] at ``positions`` -> queries [T, H, d], rotated, and rows for the cache [T, 2 H_k d]."""
+    def project(self, x: torch.Tensor, positions: torch.Tensor) -> Projected:
+        """From normed rows ``x`` [T, D] at ``positions`` [T]."""
         q, k, v = self._qkv.split(self._qkv(x))
         q, k = (part.unflatten(-1, (-1, self.sizes.head_dim)) for part in (q, k))
         if self._norms is not None:
             q, k = (norm(part.flatten(0, 1)).view(part.shape) for norm, part in zip(self._norms, (q, k)))
         cos, sin = self._rope.cos[positions].unsqueeze(1), self._rope.sin[positions].unsqueeze(1)
-        return rotate_halves(q, cos, sin), torch.cat((rotate_halves(k, cos, sin).flatten(1), v), dim=1)
+        return Projected(rotate_halves(q, cos, sin), torch.cat((rotate_halves(k, cos, sin).flatten(1), v), dim=1))
 
     def store(self, rows: torch.Tensor, cache: LayerCache, plan: AttentionPlan) -> None:
         """Keep the step's key rows [K, 2 H_k d]. Of a ring, after everything has been read."""

@@ -6,10 +6,12 @@ Examples:
   dspark bench accept --draft dspark --gamma 4 --temperature 0.7 --json
 
 Every draft of a block is verified (--verify static), so acceptance does not depend on a schedule. A draft is NAME, for
-the checkpoint --model, or NAME=DIR for a checkpoint that holds the same target with a draft of its own. All propose
-blocks of one length. The first draft is compared with the others. Without speculation every step emits one token, which
-is the baseline of the accepted length. Greedy tokens must not depend on the draft: where they do, that is said and the
-exit status is 1.
+the checkpoint --model, or NAME=DIR: a checkpoint that holds the same target with a draft of its own, or the folder of a
+draft by itself, as --draft-model takes it. All propose blocks of one length. The first draft is compared with the
+others. Without speculation every step emits one token, which is the baseline of the accepted length. Greedy tokens must
+not depend on the draft: where they do, that is said and the exit status is 1.
+
+Besides what is kept, the run is timed: T_draft, T_verify and T_1 (a step without a draft) give the speed-up.
 """
 
 from __future__ import annotations
@@ -25,16 +27,16 @@ import numpy as np
 import torch
 
 from ..cli import EXIT_FAILED, EXIT_OK, running
-from ..draft import drafter_class, own_draft
 from ..drive import drive
-from ..model_config import Config, load_model_config
 from ..progress import shown
 from ..request import Request, SamplingParams
 from ..session import Session
 from ..spec.stats import SpecStats
 from ..spec.sts import CalibrationSamples, fit, report
 from . import flags
+from .accept_drafts import common_gamma, draft_specs
 from .accept_picture import save_acceptance
+from .cost import StepTimes, cost_model, cost_rows
 from .domains import DOMAINS
 from .machine import Setting, machine_line
 from .prompts import prompts_from_file
@@ -42,15 +44,6 @@ from .table import table
 
 ALL = "all"
 """The domain that stands for all of them together."""
-
-
-class DraftSpec(NamedTuple):
-    """A draft to measure: ``label`` in results, checkpoint ``folder``, and ``name`` in the table of drafts."""
-
-    label: str
-    folder: pathlib.Path
-    name: str
-    config: Config
 
 
 class Place(NamedTuple):
@@ -136,59 +129,44 @@ def run(args: argparse.Namespace) -> int:
     specs = draft_specs(args.draft, folder, config)
     gamma = common_gamma(args.gamma, specs)
     results: dict[str, dict[Place, Measured]] = {}
+    costs: dict[str, dict[str, float | None]] = {}
+    plain = plain_times(args)
     for spec in specs:
         options = {"draft": spec.name, "gamma": gamma, "max_running": args.max_running, "seed": args.seed}
+        options["draft_model"] = spec.draft_model
         own = argparse.Namespace(**vars(args) | {"model": str(spec.folder)})
         with flags.open_alone(own, **options) as session:
             read = prompts_by_domain(session, args.prompts, args.max_new_tokens)
             prompts = {domain: list(ids[: args.num_prompts]) for domain, ids in read.items()}
             with running():
+                times = StepTimes(session.engine)
                 results[spec.label] = measure(session, spec.label, prompts, args.temperature, args.max_new_tokens)
+                all_stats = Measured.together(_last_of_each(results[spec.label])).stats
+                costs[spec.label] = cost_model(times, plain, all_stats)
             machine = machine_line(session.process.device)
     counts = ", ".join(f"{len(ids)} {domain}" for domain, ids in prompts.items())
     how = f"{counts} prompts, at most {args.max_new_tokens} new tokens each, blocks of {gamma} drafts, all verified"
     subject = f"drafts {', '.join(results)} of {folder.name}"
     setting = Setting(subject, "no draft: accepted length 1", how, torch.get_num_threads(), machine)
     differing = differing_ids(results)
-    show(args, setting, results, gamma, differing)
+    show(args, setting, results, costs, gamma, differing)
     return EXIT_FAILED if differing else EXIT_OK
 
 
-def draft_specs(text: str, folder: pathlib.Path, config: Config) -> list[DraftSpec]:
-    """The drafts of ``--draft text`` for the checkpoint ``folder``.
-
-    Raises ``ValueError`` for a draft that is not there, a label that comes twice, or a folder with another target.
-    """
-    specs: list[DraftSpec] = []
-    for part in text.split(","):
-        label, _, other = (x.strip() for x in part.partition("="))
-        own_folder, own_config = (pathlib.Path(other), load_model_config(other)) if other else (folder, config)
-        name = own_draft(own_config) if other or label == "auto" else label
-        if name == "none":
-            raise ValueError(f"{own_folder} has no draft; name a checkpoint that has one, as in --draft mtp=DIR")
-        drafter_class(name).tap_layers(own_config)
-        label = name if label == "auto" else label
-        if label in (spec.label for spec in specs):
-            raise ValueError(f"--draft names {label!r} twice; call one of them something else, as in b=DIR")
-        if other and target_only(own_config) != target_only(config):
-            raise ValueError(f"--draft {part}: the target of {own_folder} is not that of {folder}")
-        specs.append(DraftSpec(label, own_folder, name, own_config))
-    return specs
+def plain_times(args: argparse.Namespace) -> StepTimes:
+    """Steps without a draft on the same prompts, at the first temperature."""
+    with flags.open_alone(args, draft="none", max_running=args.max_running, seed=args.seed) as session:
+        prompts = prompts_by_domain(args, session)
+        with running():
+            times = StepTimes(session.engine)
+            measure(session, "none", prompts, args.temperature[:1], args.max_new_tokens)
+    return times
 
 
-def target_only(config: Config) -> tuple[object, ...]:
-    """What a config says about the target."""
-    fields = vars(config) | {"dspark": None, "num_nextn_predict_layers": 0}
-    return tuple(sorted(fields.items()))
-
-
-def common_gamma(wanted: int | None, specs: Sequence[DraftSpec]) -> int:
-    """The length of every draft's blocks: ``wanted``, or the longest that all can propose."""
-    most = {spec.label: drafter_class(spec.name).max_gamma(spec.config) for spec in specs}
-    for label, gamma in most.items():
-        if wanted is not None and wanted > gamma:
-            raise ValueError(f"--gamma is {wanted}, but the draft {label} proposes at most {gamma} tokens")
-    return min(most.values()) if wanted is None else wanted
+def _last_of_each(places: Mapping[Place, Measured]) -> list[Measured]:
+    """Those of single domains, or of all where there is one."""
+    single = [measured for place, measured in places.items() if place.domain != ALL]
+    return single or list(places.values())
 
 
 def prompts_by_domain(
@@ -327,7 +305,14 @@ def gains(results: Results) -> dict[str, dict[str, float]]:
     }
 
 
-def show(args: argparse.Namespace, setting: Setting, results: Results, gamma: int, differing: Sequence[str]) -> None:
+def show(
+    args: argparse.Namespace,
+    setting: Setting,
+    results: Results,
+    costs: Mapping[str, Mapping[str, float | None]],
+    gamma: int,
+    differing: Sequence[str],
+) -> None:
     """Print tables or JSON, and draw the picture if one is wanted."""
     found = {label: {str(place): figures(m) for place, m in places.items()} for label, places in results.items()}
     if args.json:
@@ -337,15 +322,25 @@ def show(args: argparse.Namespace, setting: Setting, results: Results, gamma: in
                     "gamma": gamma,
                     "drafts": found,
                     "gain": gains(results),
+                    "cost": costs,
                     "greedy_ids_equal": not differing,
                     "setting": setting.to_json(),
                 }
             )
         )
     else:
-        print("\n".join([*setting.lines(), *_tables(found, gains(results), gamma), *differing]))
+        print("\n".join([*setting.lines(), *_tables(found, gains(results), gamma), *_costs(costs), *differing]))
     if args.picture:
-        save_acceptance(args.picture, found, gamma, "\n".join(setting.lines()))
+        save_acceptance(args.picture, found, costs, gamma, "\n".join(setting.lines()))
+
+
+def _costs(costs: Mapping[str, Mapping[str, float | None]]) -> list[str]:
+    return [
+        "",
+        "cost: T_draft, T_verify of a step, T_1 of a step without a draft; speed-up = tau T_1 / (T_draft + T_verify);",
+        "alpha: how often a draft is kept when all before it were; c = T_draft / (gamma T_1)",
+        table(*cost_rows(costs)),
+    ]
 
 
 def _tables(found: Mapping[str, Mapping[str, dict]], gain: Mapping[str, Mapping[str, float]], gamma: int) -> list[str]:

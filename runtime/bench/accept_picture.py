@@ -7,15 +7,18 @@ from collections.abc import Mapping
 Figures = Mapping[str, Mapping[str, Mapping]]
 """Label of the draft -> ``domain@temperature`` -> what ``accept.figures`` gives."""
 
+Costs = Mapping[str, Mapping[str, "float | None"]]
+"""Label of the draft -> what ``cost.cost_model`` gives."""
 
-def save_acceptance(path: str, found: Figures, gamma: int, note: str) -> None:
+
+def save_acceptance(path: str, found: Figures, costs: Costs, gamma: int, note: str) -> None:
     """Draw ``found`` for blocks of ``gamma`` drafts; ``note`` goes below."""
     from matplotlib.figure import Figure
 
     first = next(iter(found.values()))
     at = sorted({where.split("@")[1] for where in first}, key=float)
     calibrated = any("ece" in values for places in found.values() for values in places.values())
-    num_columns = 3 if calibrated else 2
+    num_columns = 4 if calibrated else 3
     figure = Figure(figsize=(4.6 * num_columns, 3.6 * len(at)), layout="constrained")
     for row, temperature in zip(figure.subplots(len(at), num_columns, squeeze=False), at):
         places = [where for where in first if where.split("@")[1] == temperature]
@@ -25,6 +28,7 @@ def save_acceptance(path: str, found: Figures, gamma: int, note: str) -> None:
         if calibrated:
             _lines(row[2], found, places[-1], gamma, "ece", "calibration error of the survival")
             _after_scaling(row[2], found, places[-1])
+        _against_cost(row[-1], costs)
     figure.text(0.01, -0.01, note, fontsize=6, va="top")
     figure.savefig(path, dpi=150, bbox_inches="tight")
 
@@ -56,6 +60,19 @@ def _lines(axes, found: Figures, where: str, gamma: int, name: str, title: str) 
     axes.set_xlabel("place in the block")
     axes.set_title(f"{where}: {title}", fontsize=10)
     axes.set_ylim(bottom=0)
+    axes.legend(fontsize=7)
+
+
+def _against_cost(axes, costs: Costs) -> None:
+    """alpha against c, with the speed-up beside each draft; drafting token by token pays above the line."""
+    for label, cost in costs.items():
+        if cost["alpha"] is not None:
+            axes.plot(cost["c"], cost["alpha"], marker="o", linestyle="", label=f"{label}: {cost['speedup']:.2f} x")
+    most = max([1.0, *(cost["c"] for cost in costs.values() if cost["c"] is not None)])
+    axes.plot([0, most], [0, most], color="grey", linewidth=0.8)
+    axes.set_xlabel("c: a draft's cost in target steps")
+    axes.set_ylabel("alpha: kept if all before were")
+    axes.set_title("all runs: speed-up by alpha and c", fontsize=10)
     axes.legend(fontsize=7)
 
 

@@ -17,7 +17,7 @@ from .safetensors_file import StoredTensor
 from .spec import TensorSpec
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "U8": torch.uint8}
+INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "U8": torch.uint8, "BOOL": torch.bool}
 PACKED_FP4 = ("I8", "U8", "F4")
 EXPONENT_SCALES = ("F8_E8M0", "U8")
 _WORDS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}

@@ -6,7 +6,6 @@ import pathlib
 from typing import NamedTuple
 
 from ..model_config import Config
-from ..models import family
 from .encoding import Encoding, encoding_of
 from .folder import read_checkpoint_headers
 from .names import canonical_name, unstack_experts
@@ -93,7 +92,6 @@ def _canonical(
 ) -> dict[str, tuple[str, StoredTensor]]:
     """Canonical name -> (name in the file, tensor); duplicates go to ``problems``."""
     found: dict[str, tuple[str, StoredTensor]] = {}
-    model = family(config.model_type)
     for original, tensor in tensors.items():
         try:
             parts = unstack_experts(original, tensor)
@@ -101,7 +99,7 @@ def _canonical(
             problems.append(str(error))
             continue
         for name, part in parts or [(canonical_name(original, config.num_draft_stages), tensor)]:
-            name = model.rename(name, config)
+            name = config.rename(name)
             if name in found:
                 problems.append(f"{name} is there twice: as {found[name][0]!r} and as {original!r}")
             else:

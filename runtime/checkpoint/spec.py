@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from ..model_config import Config, DSparkConfig, ModelConfig
-from ..models import family
 
 
 class TensorSpec(NamedTuple):
@@ -31,7 +30,7 @@ def expected_tensors(config: Config, *, with_draft: bool = True) -> dict[str, Te
 
     ``with_draft=False`` leaves the draft out.
     """
-    return family(config.model_type).tensors(config, with_draft)
+    return config.tensors(with_draft)
 
 
 def v4_tensors(config: ModelConfig, with_draft: bool) -> dict[str, TensorSpec]:

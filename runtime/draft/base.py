@@ -78,6 +78,9 @@ class Drafter(Protocol):
     expert_layers: tuple[MoE, ...]
     """Its own layers with experts, in order."""
 
+    resumes: ClassVar[bool]
+    """Whether ``caches`` are all that a request needs which goes on behind a stored prefix."""
+
     tap_kind: ClassVar[TapKind]
     """What it reads of the layers that :meth:`tap_layers` names."""
 

@@ -40,6 +40,7 @@ class DSparkDrafter:
     """See :class:`.base.Drafter`."""
 
     tap_kind: TapKind = "mean"
+    resumes = True
 
     def __init__(
         self,

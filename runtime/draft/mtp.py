@@ -56,6 +56,7 @@ class MTPDrafter:
     """See :class:`.base.Drafter`."""
 
     tap_kind: TapKind = "streams"
+    resumes = True
 
     def __init__(
         self,

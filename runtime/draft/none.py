@@ -21,6 +21,7 @@ class NoDraft:
     caches = ()
     expert_layers = ()
     tap_kind: TapKind = "mean"
+    resumes = True
 
     @classmethod
     def tap_layers(cls, config: Config) -> tuple[int, ...]:

@@ -22,7 +22,6 @@ from ...layers.probe import Probe, ignore
 from ...parallel.groups import Groups
 from ...parallel.topology import Topology
 from ..cache import Cache
-from ..checkpoint.spec import TensorSpec
 from ..model_config import Config
 from ..step import Step
 
@@ -86,16 +85,6 @@ class Family(Protocol):
 
         Raises ``ValueError`` naming the key on anything unknown, missing, contradictory or absurd.
         """
-        ...
-
-    @classmethod
-    def tensors(cls, config: Config, with_draft: bool) -> dict[str, TensorSpec]:
-        """Canonical name -> what it must be, for the target and, if wanted and announced, its draft."""
-        ...
-
-    @classmethod
-    def rename(cls, name: str, config: Config) -> str:
-        """A canonical name once more, where the family has names of its own."""
         ...
 
     @classmethod

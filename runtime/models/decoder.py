@@ -55,13 +55,17 @@ class DecoderLayer:
         self._layer = layer
         self._attn_norm = RMSNorm(source, "attn_norm", eps, kernels)
         self._ffn_norm = RMSNorm(source, "ffn_norm", eps, kernels)
-        self._attention = make_attention(source.scope("attn"), attention, rope, groups.attn_tp, kernels, layer)
+        self.attention = make_attention(source.scope("attn"), attention, rope, groups.attn_tp, kernels, layer)
         scope = source.scope("ffn")
         self._mlp = self.moe = None
         if isinstance(ffn, MLPSizes):
             self._mlp = MLP(scope, ffn, groups.attn_tp, kernels)
         else:
             self.moe = MoE(scope, ffn, groups, kernels, layer, all_to_all)
+
+    def keys(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The rows [T, c] that the attention keeps of residual rows ``x`` [T, D] at ``positions`` [T]."""
+        return self.attention.project(self._attn_norm(x), positions).rows
 
     def stages(
         self,
@@ -78,7 +82,7 @@ class DecoderLayer:
         Collective; yields wherever a collective is in flight, in the same places on every rank whatever the data.
         """
         rows = exchange.for_attention(self._attn_norm(x))
-        y = yield from self._attention.stages(rows, cache, plan, exchange.start_sum, probe)
+        y = yield from self.attention.stages(rows, cache, plan, exchange.start_sum, probe)
         x = x + y
         rows = self._ffn_norm(x)
         if self._mlp is not None:
@@ -121,15 +125,15 @@ class Decoder(Staged[Activations]):
         rope, top = rope_of(config, max_context, device), Scope(source)
         if self.is_first or (self.is_last and tap_layers):
             self.embed = VocabParallelEmbedding(top, "embed.weight", config.vocab_size, groups.attn_tp)
-        self._blocks = []
+        self.blocks = []
         for layer in self.layers:
             ffn = config.ffn[layer]
             if isinstance(ffn, MoESizes):
                 ffn = placed(ffn, experts, sum(isinstance(one, MoESizes) for one in config.ffn[:layer]))
             sizes = (config.attention[layer], ffn, config.rms_norm_eps)
             place = (rope, groups, kernels, layer, self.dispatchers[0].all_to_all)
-            self._blocks.append(DecoderLayer(top.scope(f"layers.{layer}"), *sizes, *place))
-        self.expert_layers = tuple(block.moe for block in self._blocks if block.moe is not None)
+            self.blocks.append(DecoderLayer(top.scope(f"layers.{layer}"), *sizes, *place))
+        self.expert_layers = tuple(block.moe for block in self.blocks if block.moe is not None)
         if self.is_last:
             self.norm = RMSNorm(top, "norm", config.rms_norm_eps, kernels)
             self.head = ParallelLMHead(top, config.head_name, config.vocab_size, groups.attn_tp, kernels)
@@ -156,7 +160,7 @@ class Decoder(Staged[Activations]):
         """See :meth:`.staged.Staged.stages` and :meth:`DecoderLayer.stages`."""
         step, exchange = part
         ids, x, taps = exchange.own(step.tokens), before.x, [before.taps]
-        for layer, block, layer_cache in zip(self.layers, self._blocks, cache.layers):
+        for layer, block, layer_cache in zip(self.layers, self.blocks, cache.layers):
             x = yield from block.stages(x, ids, layer_cache, step.plan, exchange, probe)
             if layer in self._tap_layers:
                 taps.append(x)

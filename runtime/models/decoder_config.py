@@ -10,6 +10,7 @@ from ...layers.attention import AttentionSizes
 from ...layers.mlp import MLPSizes
 from ...layers.moe import MoESizes
 from ...layers.rope import Llama3, Yarn
+from ..checkpoint.spec import TensorSpec
 from ..model_config import LIMITS, QuantizationConfig, check_expert_blocks, positive, within
 
 
@@ -118,6 +119,18 @@ class DecoderConfig:
     def head_name(self) -> str:
         """The canonical name of the tensor that gives the logits."""
         return "embed.weight" if self.tied else "head.weight"
+
+    def tensors(self, with_draft: bool) -> dict[str, TensorSpec]:
+        """See :meth:`..model_config.Config.tensors`."""
+        from .decoder_spec import decoder_tensors
+
+        return decoder_tensors(self, with_draft)
+
+    def rename(self, name: str) -> str:
+        """See :meth:`..model_config.Config.rename`."""
+        from .decoder_spec import decoder_name
+
+        return decoder_name(name, self)
 
     def routed_blocks(self, with_draft: bool) -> list[tuple[str, int]]:
         """The canonical names of the blocks that route, and how many experts each has."""

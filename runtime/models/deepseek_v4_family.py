@@ -14,7 +14,6 @@ from ...layers.params import ParamSource
 from ...parallel.groups import Groups
 from ...parallel.topology import Topology
 from ..checkpoint.config_file import model_config_from_dict
-from ..checkpoint.spec import TensorSpec, v4_tensors
 from ..model_config import ModelConfig
 from .base import STANDARD, TapKind
 from .deepseek_v4 import DeepseekV4, attention_sizes, draft_stage_sizes
@@ -28,16 +27,6 @@ class DeepseekV4Family:
     def read_config(cls, config: dict[str, Any], generation: dict[str, Any] | None) -> ModelConfig:
         """See :meth:`.base.Family.read_config`."""
         return model_config_from_dict(config, generation)
-
-    @classmethod
-    def tensors(cls, config: ModelConfig, with_draft: bool) -> dict[str, TensorSpec]:
-        """See :meth:`.base.Family.tensors`."""
-        return v4_tensors(config, with_draft)
-
-    @classmethod
-    def rename(cls, name: str, config: ModelConfig) -> str:
-        """See :meth:`.base.Family.rename`."""
-        return name
 
     @classmethod
     def cache_rows(cls, config: ModelConfig, num_ranks: int) -> tuple[CacheRows, ...]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from ...parallel.launch import Limits
 from ...parallel.topology import Topology
+from ..draft import DRAFTERS
 from ..engine_config import DEVICES, DTYPES, EXPERT_FORMATS, KERNELS, LINEAR_FORMATS, VERIFY_MODES, EngineConfig
 from ..job import Job
 from ..progress import shown
@@ -155,7 +156,13 @@ def add_chunk_size(parser: argparse.ArgumentParser) -> None:
 
 def _add_speculation_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("speculation")
-    group.add_argument("--draft", default=_DEFAULT.draft, metavar="NAME", help="auto (the checkpoint's own) or none")
+    group.add_argument(
+        "--draft",
+        default=_DEFAULT.draft,
+        metavar="NAME",
+        help=f"auto (--draft-model's, else the checkpoint's own; the default), {', '.join(DRAFTERS)}",
+    )
+    group.add_argument("--draft-model", metavar="DIR", help="folder of a draft that is a checkpoint of its own")
     group.add_argument("--gamma", type=int, metavar="N", help="drafted tokens a round (default: as trained)")
     group.add_argument("--verify", choices=VERIFY_MODES, default=_DEFAULT.verify, help="how many drafts are verified")
     group.add_argument("--sps-table", metavar="FILE", help="measured steps per second, for --verify sync and async")

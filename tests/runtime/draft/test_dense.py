@@ -1,0 +1,332 @@
+"""Drafts on dense targets: against the runs of other code, and, for each of them, the contract of every draft: the
+target's own tokens when greedy, its exact law when sampled, whatever the layout."""
+
+import functools
+import json
+import pathlib
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from dspark.layers.attention.plan import build_plan
+from dspark.parallel.groups import Groups
+from dspark.parallel.topology import Topology
+from dspark.runtime.draft import draft_config, drafter_class, own_draft
+from dspark.runtime.engine_config import EngineConfig, resolve
+from dspark.runtime.load import load_engine
+from dspark.runtime.model_config import load_model_config
+from dspark.runtime.request import Request, SamplingParams
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from scipy.stats import chi2
+
+DATA = pathlib.Path(__file__).resolve().parents[2] / "data" / "speculative"
+CPU = torch.device("cpu")
+TOLERANCE = 2e-5
+KINDS = ("dspark", "dflash", "eagle3", "eagle3_few", "model", "ngram", "mtp_v3")
+BASE = {"dtype": "float32"}
+
+
+def stored(name):
+    with safe_open(DATA / f"tiny_{name}_qwen3.safetensors", "pt") as file:
+        return json.loads(file.metadata()["meta"]), {key: file.get_tensor(key) for key in file.keys()}
+
+
+def write(folder, config, tensors, prefix=""):
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(
+        {k.removeprefix(prefix): v.contiguous() for k, v in tensors.items() if k.startswith(prefix)},
+        folder / "model.safetensors",
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Checkpoints of the tiny target and of its drafts by name."""
+    root = tmp_path_factory.mktemp("dense")
+    meta, tensors = stored("dspark")
+    made = {"target": write(root / "target", meta["target"] | BASE, tensors, "target.")}
+    for name in ("dspark", "dflash", "eagle3"):
+        meta, tensors = stored(name)
+        made[name] = write(root / name, meta["draft"] | BASE, tensors, "draft.")
+    tensors = {k.removeprefix("draft."): v for k, v in tensors.items() if k.startswith("draft.")}
+    made["eagle3_few"] = few_tokens(root / "eagle3_few", meta["draft"], tensors)
+    made["model"] = other_model(root / "model", made["target"])
+    return made
+
+
+def few_tokens(folder, config, tensors):
+    """The EAGLE-3 draft with a head over every third token, in the public naming."""
+    kept = torch.arange(0, 24, 3)
+    tensors = {k.replace("layers.0.", "midlayer."): v for k, v in tensors.items() if k != "embed_tokens.weight"}
+    tensors |= {"lm_head.weight": tensors["lm_head.weight"][kept], "d2t": kept - torch.arange(len(kept))}
+    tensors["t2d"] = torch.isin(torch.arange(24), kept)
+    return write(folder, config | BASE | {"draft_vocab_size": len(kept)}, tensors)
+
+
+def other_model(folder, target):
+    """The target with noise in its weights, as a model of its own."""
+    shutil.copytree(target, folder)
+    generator = torch.Generator().manual_seed(5)
+    tensors = load_file(folder / "model.safetensors")
+    for tensor in tensors.values():
+        tensor += 0.15 * tensor.std() * torch.randn(tensor.shape, generator=generator) if tensor.dim() > 1 else 0
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def v3_folder(tmp_path_factory):
+    """A random DeepSeek-V3 of transformers with a prediction layer, near its last layer."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 24, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24, "v_head_dim": 8}
+    routing = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 2}
+    layers = {"first_k_dense_replace": 1, "num_hidden_layers": 2, "bos_token_id": 1, "eos_token_id": 2}
+    rope = {
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    config = transformers.DeepseekV3Config(**sizes, **heads, **routing, **layers, **rope)
+    config.dtype = torch.float32
+    torch.manual_seed(0)
+    model = transformers.DeepseekV3ForCausalLM(config)
+    for name, tensor in model.named_parameters():
+        if tensor.dim() > 1:
+            tensor.data.normal_(std=1.0 if "embed" in name else 1.5 * tensor.shape[-1] ** -0.5)
+    folder = tmp_path_factory.mktemp("v3") / "model"
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.startswith("model.layers.1.")]:
+        tensors[name.replace("layers.1", "layers.2")] = tensors[name].clone()
+    tensors["model.layers.2.eh_proj.weight"] = torch.cat((torch.zeros(32, 32), torch.eye(32)), 1)
+    tensors["model.layers.2.eh_proj.weight"] += 0.1 * torch.randn(32, 64)
+    tensors |= {f"model.layers.2.{name}.weight": torch.ones(32) for name in ("enorm", "hnorm", "shared_head.norm")}
+    tensors["model.layers.2.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.layers.2.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def pair(request, folders, v3_folder):
+    """``pair(kind)``: the folders of target and draft; None where the draft needs none of its own."""
+
+    def find(kind):
+        if kind == "mtp_v3":
+            return v3_folder, None, "mtp_v3"
+        draft = None if kind in ("ngram", "none") else folders[kind]
+        return folders["target"], draft, kind if draft is None else "auto"
+
+    return find
+
+
+def load(target, folder, draft="auto", groups=None, **options):
+    config = load_model_config(target)
+    folder = None if folder is None else str(folder)
+    options = {"max_context": 256, "max_running": 3, "chunk_size": 8, "draft": draft, "draft_model": folder} | options
+    resolved = resolve(
+        EngineConfig(**options),
+        model_dir=str(target),
+        device_type="cpu",
+        max_positions=512,
+        own_draft=own_draft(config, folder),
+    )
+    return load_engine(resolved, groups or Groups.single(), CPU)
+
+
+def run(engine, requests):
+    tokens, specs = {one.request_id: [] for one in requests}, []
+    for one in requests:
+        engine.add(one)
+    while engine.has_work():
+        for event in engine.step():
+            tokens[event.request_id] += event.token_ids
+            specs += [event.spec] if event.spec else []
+    return tokens, specs
+
+
+def prompts():
+    generator = np.random.default_rng(3)
+    return [tuple(generator.integers(0, 24, size).tolist()) for size in (11, 1, 30, 4, 17)]
+
+
+def greedy_requests(num_new=24):
+    return [
+        Request(str(i), ids, SamplingParams(max_new_tokens=num_new - i, ignore_eos=True))
+        for i, ids in enumerate(prompts())
+    ]
+
+
+class Watch:
+    """Notes every block of an engine's drafter, and what became of it."""
+
+    def __init__(self, engine):
+        self.blocks, self.verdicts, drafter = [], [], engine.drafter
+        forward = drafter.forward
+
+        def noted(requests):
+            hidden, logits = forward(requests)
+            self.blocks.append((requests.starts[0], requests.anchors[0], hidden[0], logits[0]))
+            return hidden, logits
+
+        drafter.forward = noted
+        engine.record(lambda confidence, lens, kept, emitted: self.verdicts.append((confidence, int(kept[0]))))
+
+
+def test_dspark_against_its_own_code(folders):
+    """Every cycle of a greedy run: where it starts, states, logits, confidences, what is kept, what comes out."""
+    meta, golden = stored("dspark")
+    prompt, expected = golden["prompt"].tolist(), golden["greedy_rollout"].tolist()
+    engine = load(folders["target"], folders["dspark"])
+    watch = Watch(engine)
+    request = Request("a", tuple(prompt), SamplingParams(max_new_tokens=meta["output_len"], ignore_eos=True))
+    tokens, _ = run(engine, [request])
+    assert [*prompt, *tokens["a"]] == expected[: len(prompt) + meta["output_len"]]
+    cycles = meta["cycles"][: len(watch.blocks)]
+    assert [(start, anchor) for start, anchor, _, _ in watch.blocks] == [(c["start"], c["anchor"]) for c in cycles]
+    # The last block is cut by the length limit, and a last single token needs none.
+    num_whole = len(cycles) - 1
+    assert [kept for _, kept in watch.verdicts[:num_whole]] == [c["accepted"] for c in cycles[:num_whole]]
+    for n in range(4):
+        _, _, hidden, logits = watch.blocks[n]
+        assert (hidden - golden[f"cycle{n}.block_hidden"]).abs().max() < TOLERANCE
+        assert (logits - golden[f"cycle{n}.base_logits"]).abs().max() < TOLERANCE
+        assert np.abs(watch.verdicts[n][0][0] - golden[f"cycle{n}.conf"].numpy()).max() < TOLERANCE
+
+
+def test_dflash_against_its_own_code(folders):
+    meta, golden = stored("dflash")
+    prompt = stored("dspark")[1]["prompt"].tolist()
+    engine = load(folders["target"], folders["dflash"])
+    watch, num_new = Watch(engine), len(meta["output"]) - len(prompt)
+    tokens, _ = run(engine, [Request("a", tuple(prompt), SamplingParams(max_new_tokens=num_new, ignore_eos=True))])
+    assert [*prompt, *tokens["a"]] == meta["output"]
+    for n in range(4):
+        start, _, hidden, _ = watch.blocks[n]
+        assert start == golden[f"cycle{n}.position_ids"][-6]
+        assert (hidden - golden[f"cycle{n}.block_hidden"][1:]).abs().max() < TOLERANCE
+
+
+def test_eagle3_against_its_own_code(folders):
+    """The first row of a chain behind 11 given features, and four greedy steps of the chain."""
+    _, golden = stored("eagle3")
+    engine = load(folders["target"], folders["eagle3"], gamma=4)
+    drafter, ids, features = engine.drafter, golden["shifted_ids"].tolist(), golden["features"]
+    rows = np.stack([np.arange(11), np.zeros(11), np.zeros(11), np.full(11, 11), np.arange(11)]).astype(np.int64)
+    with torch.inference_mode():
+        plan = build_plan(rows, drafter.cache.page_table, (1,))
+        hidden, logits = drafter.forward(torch.tensor(ids), drafter.features(features), plan, (11,))
+        assert (hidden - golden["prefill_hidden"]).abs().max() < TOLERANCE
+        state, tokens = hidden[-1:], []
+        for n in range(4):
+            tokens.append(int(logits[-1].argmax()))
+            assert tokens[n] == golden["chain_tokens"][n]
+            assert (logits[-1] - golden["chain_logits"][n]).abs().max() < TOLERANCE
+            at = np.array([[11 + n], [0], [11 + n], [12 + n], [0]])
+            plan = build_plan(at, drafter.cache.page_table, (1,))
+            state, logits = drafter.forward(torch.tensor(tokens[-1:]), state, plan, (1,))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_tokens(kind, pair):
+    """Those of the target alone: with chunks and blocks of several sizes, trimmed where there are confidences."""
+    target, folder, draft = pair(kind)
+    expected, _ = run(load(target, None, "none"), greedy_requests())
+    config = load_model_config(target)
+    folder = folder and str(folder)
+    name = own_draft(config, folder) if draft == "auto" else draft
+    cls, settings = drafter_class(name), draft_config(name, config, folder)
+    cases = [{}, {"gamma": 1, "chunk_size": 64}, {"gamma": 3, "max_running": 1}]
+    if cls.has_confidence(settings):
+        cases.append({"confidence_threshold": 0.5})
+    for case in cases:
+        got, specs = run(load(target, folder, draft, **case), greedy_requests())
+        assert got == expected, f"{kind} {case}"
+        assert kind in ("dflash", "eagle3_few") or sum(spec["accepted"] for spec in specs) > 0
+        assert all(spec["accepted"] <= spec["verified"] <= spec["drafted"] for spec in specs)
+
+
+def on_ranks(rank, world, target, folder, draft, layout):
+    groups = Groups.build(Topology(**layout), rank)
+    return run(load(target, folder, draft, groups=groups), greedy_requests())[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layouts(kind, pair, run_ranks):
+    target, folder, draft = pair(kind)
+    expected, _ = run(load(target, None, "none"), greedy_requests())
+    layouts = [{"tp": 2}, {"tp": 2, "dp": 2}]
+    if kind in ("dspark", "mtp_v3", "ngram"):
+        layouts += [{"tp": 2, "cp": 2}, {"pp": 2}]
+    for layout in layouts:
+        world = layout.get("tp", 1) * layout.get("pp", 1)
+        assert run_ranks(on_ranks, world, target, folder, draft, layout)[0] == expected, layout
+
+
+DEPTH, NUM_SAMPLES = 2, 500
+SAMPLED = SamplingParams(max_new_tokens=DEPTH, ignore_eos=True, temperature=1.2, top_k=6)
+
+
+@functools.cache
+def exact_law(target):
+    """float64 {tokens: probability} of the first tokens behind a prompt, from whole forwards of the target."""
+    engine, law = load(target, None, "none"), {(): 1.0}
+    for _ in range(DEPTH):
+        longer = {}
+        for tokens, mass in law.items():
+            p = (next_logits(engine, [*prompts()[0], *tokens]).double() / SAMPLED.temperature).softmax(-1)
+            top = p.topk(SAMPLED.top_k)
+            for token, share in zip(top.indices.tolist(), (top.values / top.values.sum()).tolist()):
+                longer[(*tokens, token)] = mass * share
+        law = longer
+    return law
+
+
+def next_logits(engine, tokens):
+    from dspark.runtime.step import Span, build_step
+
+    slot = engine.cache.acquire()
+    assert engine.cache.reserve(slot, len(tokens))
+    table, ratios = engine.cache.page_table, engine.cache.layout.ratios
+    step = build_step([Span(slot, 0, tokens, 1)], table, ratios, engine.model.config.vocab_size)
+    logits = engine.model.forward(step, engine.cache).logits[0]
+    engine.cache.release(slot)
+    return logits
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sampled_law(kind, pair):
+    """A chi-square test of the first two tokens against the exact law."""
+    target, folder, draft = pair(kind)
+    law = exact_law(target)
+    engine = load(target, folder, draft, max_running=64, chunk_size=704, **({} if kind == "ngram" else {"gamma": 2}))
+    requests = [Request(str(i), prompts()[0], SAMPLED) for i in range(NUM_SAMPLES)]
+    tokens, _ = run(engine, requests)
+    seen = dict.fromkeys(law, 0)
+    for ids in tokens.values():
+        seen[tuple(ids)] += 1
+    cells = [(seen[ids], mass * NUM_SAMPLES) for ids, mass in law.items()]
+    common = [cell for cell in cells if cell[1] >= 5]
+    common.append(tuple(np.sum([cell for cell in cells if cell[1] < 5], axis=0)))
+    statistic = sum((o - e) ** 2 / e for o, e in common)
+    assert chi2.sf(statistic, len(common) - 1) > 1e-3
+
+
+def test_refusals(folders, pair):
+    target = folders["target"]
+    for options, message in (
+        ({"draft": "dflash"}, "--draft-model"),
+        ({"draft": "dflash", "folder": folders["eagle3"]}, "of the format eagle3"),
+        ({"draft": "ngram", "folder": folders["eagle3"]}, "reads no folder"),
+        ({"draft": "mtp_v3"}, "needs a deepseek_v3 model"),
+        ({"folder": folders["dflash"], "gamma": 6}, "--gamma is 6, but the draft was trained for blocks of 1 to 5"),
+        ({"folder": folders["eagle3"], "prefix_cache": True}, "--prefix-cache"),
+        ({"folder": folders["eagle3"], "confidence_threshold": 0.3}, "no confidence head"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load(target, **({"folder": None} | options))
