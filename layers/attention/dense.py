@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -39,12 +40,14 @@ def store_tokens(rows: torch.Tensor, pool: torch.Tensor, plan: AttentionPlan) ->
 
 
 def read_tokens(pool: torch.Tensor, run: Run, limit: int, plan: AttentionPlan) -> torch.Tensor:
-    """The stored rows [limit, c] of the request of ``run`` at positions 0 .. limit - 1, a view where one page holds
-    them all."""
+    """The stored rows [limit, c] of the request of ``run`` at positions 0 .. limit - 1; a view, where its pages are
+    known on the host to follow one another."""
     per_page = pool.shape[1]
     num_pages = -(-limit // per_page)
-    if plan.host is not None and num_pages == 1:
-        return pool[int(plan.host.page_table[run.slot, 0]), :limit]
+    if plan.host is not None and num_pages:
+        held = plan.host.page_table[run.slot, :num_pages]
+        if bool((held == held[0] + np.arange(num_pages)).all()):
+            return pool[int(held[0]) : int(held[0]) + num_pages].flatten(0, 1)[:limit]
     pages = plan.page_table[run.slot, :num_pages].long()
     return pool[pages].flatten(0, 1)[:limit]
 

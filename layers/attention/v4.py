@@ -43,6 +43,13 @@ class V4AttentionSizes(NamedTuple):
     index_topk: int
     norm_eps: float
 
+    def operations(self, context: int) -> int:
+        """Multiplications and additions that depend on the context, of one token behind ``context`` positions."""
+        num_entries = context // self.ratio if self.ratio else 0
+        index = 2 * self.index_num_heads * (self.index_head_dim + 1) * num_entries if self.kind == "csa" else 0
+        seen = min(num_entries, self.index_topk) if self.kind == "csa" else num_entries
+        return index + 4 * self.num_heads * self.head_dim * (seen + min(context, self.window))
+
     @property
     def ring_width(self) -> int:
         """Columns of a row of the sliding ring."""

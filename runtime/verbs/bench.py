@@ -23,6 +23,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "kernels": ("..bench.kernels", "times of GPU kernels against the floor of an H200; what they compile to"),
     "synthetic": ("..bench.synthetic", "tokens per second of a made-up model of a few billion parameters on a GPU"),
     "overlap": ("..bench.overlap", "a prefill step with and without overlap of communication and computation"),
+    "kinds": ("..bench.kinds", "what attention kinds keep and cost: bytes, operations and time per token by context"),
     "memory": ("..bench.memory", "memory per token of context against the formula of dspark check"),
     "eplb": ("...eplb.bench", "balance and time of expert plans, re-plans and splits against the published greedy"),
 }
