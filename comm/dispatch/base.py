@@ -136,14 +136,12 @@ class Order:
         allowed = self._last in ORDER[call]
         if call == "begin_combine":
             allowed &= self._pieces > 0
-            self._pieces -= 1
         elif call == "finish_combine":
             allowed &= self._pieces == 0
-        elif call == "finish_dispatch":
-            self._pieces = num_pieces
         if not allowed:
             raise RuntimeError(
                 f"{call} after {self._last}: an exchange is begin_dispatch, finish_dispatch, begin_combine for each "
                 "piece, finish_combine"
             )
+        self._pieces += {"finish_dispatch": num_pieces, "begin_combine": -1}.get(call, 0)
         self._last = call

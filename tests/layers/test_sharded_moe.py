@@ -130,6 +130,40 @@ def test_every_cut_equals_dense(run_ranks, named, world, backend):
             )
 
 
+def run_travelling(rank, world, named, layout, backend):
+    """Sums of the rows here and which these are, by dispatcher, router and whether results come in pieces."""
+    groups = Groups.build(Topology(tp=world, **layout), rank)
+    counts = tuple(7 * (owner + 1) for owner in range(groups.attn_rows.size))
+    x, ids = inputs(sum(counts))
+    first = sum(counts[: groups.attn_rows.rank])
+    own, results = slice(first, first + counts[groups.attn_rows.rank]), {}
+    for name in ("normal", "low_latency", "auto"):
+        for router in ("scored", "hashed"):
+            moe = MoE(Scope(named(weights())), sizes_of(router), groups, Kernels(backend), 3, all_to_all=True)
+            sizes = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN}
+            options = DispatchOptions(name, max_tokens_per_rank=64)
+            dispatcher = make_dispatcher(options, groups, **sizes, dtype=torch.float32, device=CPU)
+            for in_pieces in (False, True):
+                exchange = Exchange(groups, dispatcher, StepRows(counts, False, in_pieces))
+                rows = [exchange.own(v[own]) for v in (x, ids, torch.arange(len(x)))]
+                out, _ = drain(moe.stages(*rows[:2], exchange, lambda *seen: None))
+                results[name, router, in_pieces] = (out.numpy(), rows[2].numpy())
+    return results
+
+
+@pytest.mark.parametrize("layout", [{"dp": 2, "ep": 4}, {"dp": 4, "ep": 2}, {"cp": 2, "moe_dp": 2, "ep": 2}], ids=str)
+def test_travelling_rows_equal_dense(run_ranks, named, layout):
+    """The shared expert once, each row on one rank, hybrids with moe_tp, hash routers with ids of their own rows."""
+    results = run_ranks(run_travelling, 4, named, layout, "torch")
+    total = 21 if layout.get("dp", 1) * layout.get("cp", 1) == 2 else 70
+    dense = {router: dense_moe(router, *inputs(total))[0] for router in ("scored", "hashed")}
+    for key in results[0]:
+        rows = torch.cat([torch.from_numpy(result[key][1]) for result in results])
+        out = torch.cat([torch.from_numpy(result[key][0]) for result in results])
+        assert sorted(rows.tolist()) == list(range(total)), key
+        torch.testing.assert_close(out.double(), dense[key[1]][rows], rtol=1e-5, atol=1e-5)
+
+
 def pretend(name, size, rank):
     return Group(name, tuple(range(size)), rank, None if size == 1 else object())
 
