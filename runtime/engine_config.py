@@ -233,11 +233,6 @@ class EngineConfig:
             path = getattr(self, name)
             if path is not None and not str(path).endswith(".npz"):
                 raise ValueError(f"{_flag(name)} is {str(path)!r}; loads are recorded as .npz")
-        if self.deterministic and self.places_experts:
-            raise ValueError(
-                "--deterministic keeps experts in whole blocks, so that sums are rounded alike: leave out redundant "
-                "experts, maps of experts, their counts and --eplb-interval, or --deterministic"
-            )
         _ = self.expected_share
         if self.cache_pages is not None and self.cache_bytes is not None:
             raise ValueError("--cache-pages and --cache-bytes both size the cache; give one of them")

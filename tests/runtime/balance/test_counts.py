@@ -17,9 +17,9 @@ def recorded(rank, world, placed, folder, topology, dispatcher):
     engine = placed.make_engine(topology, rank, draft="dspark", eplb_interval=8, **files, **options)
     run_stage, rows = engine.model.run_stage, []
 
-    def counted(step, cache, link):
-        rows.append(step.tokens.shape[0])
-        return run_stage(step, cache, link)
+    def counted(parts, *rest):
+        rows.extend(step.tokens.shape[0] for step in parts)
+        return run_stage(parts, *rest)
 
     with engine.keeper.paused():
         placed.run(engine, 3)
@@ -83,7 +83,7 @@ def test_maps_that_do_not_fit(placed, tmp_path):
         ({"eplb_record": "loads.json"}, "--eplb-record is 'loads.json'; loads are recorded as .npz"),
         ({"eplb_interval": 0}, "--eplb-interval is 0"),
         ({"eplb_threshold": 1.5}, "--eplb-threshold is 1.5"),
-        ({"deterministic": True, "num_redundant_experts": 4}, "--deterministic keeps experts in whole blocks"),
+        ({"deterministic": True, "num_redundant_experts": 4}, "--deterministic shares out experts by columns"),
     ],
 )
 def test_options_out_of_range(options, words):
