@@ -39,14 +39,14 @@ class HostHeads:
     def __init__(
         self, markov: MarkovHead | None, confidence: ConfidenceHead | None, max_table_bytes: int = MAX_TABLE_BYTES
     ) -> None:
-        weights = {} if markov is None else {k: v.detach().float().numpy() for k, v in markov.weights.items()}
+        weights = {} if markov is None else {k: v.detach().float().cpu().numpy() for k, v in markov.weights.items()}
         self.kind = None if markov is None else markov.kind
         self.w1, self.w2 = weights.get("markov_w1.weight"), weights.get("markov_w2.weight")
         self.weights = weights
         self.table = None
         if self.kind == "vanilla" and 4 * self.w1.shape[0] ** 2 <= max_table_bytes:
             self.table = self.w1 @ self.w2.T
-        self.confidence_weight = None if confidence is None else confidence.weight[0].detach().float().numpy()
+        self.confidence_weight = None if confidence is None else confidence.weight[0].detach().float().cpu().numpy()
         bias = None if confidence is None else confidence.bias
         self.confidence_bias = 0.0 if bias is None else float(bias)
 
@@ -83,7 +83,7 @@ class HostHeads:
             else:
                 prev = _sample(logits, temperatures, uniforms[:, k], probs[:, k])
             tokens[:, k] = prev
-        return HostDraftBlock(tokens, probs, self._confidence(hidden, anchors, tokens))
+        return HostDraftBlock(tokens, probs, self.confidence(hidden, anchors, tokens))
 
     def _hidden_part(self, hidden: np.ndarray) -> np.ndarray | None:
         hidden_size = hidden.shape[2]
@@ -108,7 +108,8 @@ class HostHeads:
             return np.tanh(z[:, 2 * rank :]), keep * memory + (1.0 - keep) * np.tanh(z[:, rank : 2 * rank])
         return e, memory
 
-    def _confidence(self, hidden: np.ndarray, anchors: np.ndarray, tokens: np.ndarray) -> np.ndarray | None:
+    def confidence(self, hidden: np.ndarray, anchors: np.ndarray, tokens: np.ndarray) -> np.ndarray | None:
+        """The confidence logits [B, γ] of drafts ``tokens`` [B, γ] behind ``anchors`` [B]; None without a head."""
         if self.confidence_weight is None:
             return None
         hidden_size = hidden.shape[2]

@@ -40,6 +40,7 @@ TWINS = {
     "experts_forward": "moe",
     "experts_inner": "moe",
     "experts_outer": "moe",
+    "markov_greedy": "draft",
     "scaled_linear": "quantised",
     "scaled_experts_forward": "quantised",
 }
@@ -106,6 +107,7 @@ COMPILED = {
             "route_hashed": "triton.routing",
             "swiglu": "triton.experts",
             "experts_forward": "triton.experts",
+            "markov_greedy": "triton.draft",
             "scaled_linear": "triton.fp8",
             "scaled_experts_forward": "triton.experts",
         },

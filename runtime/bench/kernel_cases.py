@@ -30,6 +30,7 @@ EXPERTS, TOP_EXPERTS, WIDTH, LIMIT = 256, 6, 2048, 10.0
 RATIOS = {"csa": 4, "hca": 128}
 RAW_WIDTHS = {"csa": 4 * (HEAD + INDEX), "hca": 2 * HEAD}
 PAGE_TOKENS, BLOCK = 256, 8
+VOCAB, MARKOV_RANK = 129280, 256
 HALF = torch.bfloat16
 
 
@@ -267,4 +268,14 @@ def packed_cases(kernels: Kernels, scene: Scene) -> list[Case]:
     return [Case("scaled_linear (wo_b)", lambda: linear(x), num_bytes, 2 * t * num_in * D, "float8")]
 
 
-FAMILIES = (row_cases, attention_cases, expert_cases, packed_cases)
+def draft_cases(kernels: Kernels, scene: Scene) -> list[Case]:
+    """The head of a draft, for blocks of 5 places."""
+    count, gamma, weights = scene.num_requests, 5, [scene.half(VOCAB, MARKOV_RANK) for _ in range(2)]
+    base, anchors = scene.wide(count, gamma, VOCAB), torch.arange(count, device=scene.device)
+    draw = kernels.bind("markov_greedy", w1=weights[0], w2=weights[1])
+    num_bytes = gamma * (2 * VOCAB * MARKOV_RANK + 4 * count * VOCAB)
+    operations = 2 * gamma * count * VOCAB * MARKOV_RANK
+    return [Case("markov_greedy", lambda: draw(base, anchors), num_bytes, operations, "float32")]
+
+
+FAMILIES = (row_cases, attention_cases, expert_cases, packed_cases, draft_cases)

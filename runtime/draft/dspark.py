@@ -90,7 +90,10 @@ class DSparkDrafter:
         confidence = None
         if draft.enable_confidence_head:
             confidence = load_confidence_head(last.scope("confidence_head"), has_bias=False)
-        self.heads = HostHeads(markov, confidence)
+        self.heads, self._draw = HostHeads(markov, confidence), None
+        if kernels.backend == "triton" and self.heads.kind == "vanilla":  # else the logits travel to the host
+            w1, w2 = (markov.weights[f"markov_{name}.weight"] for name in ("w1", "w2"))
+            self._draw = kernels.bind("markov_greedy", w1=w1, w2=w2)
 
     @classmethod
     def tap_layers(cls, config: ModelConfig) -> tuple[int, ...]:
@@ -142,8 +145,12 @@ class DSparkDrafter:
         hidden, base_logits = self.forward(requests)
         if noise is None:
             return None
+        anchors = np.array(requests.anchors)
+        if self._draw is not None and noise.temperatures is None:
+            tokens = self._draw(base_logits, torch.from_numpy(anchors).to(base_logits.device)).cpu().numpy()
+            return HostDraftBlock(tokens, None, self.heads.confidence(hidden.float().cpu().numpy(), anchors, tokens))
         hidden, base_logits = (x.float().cpu().numpy() for x in (hidden, base_logits))
-        return self.heads.draw_block(base_logits, hidden, np.array(requests.anchors), *noise)
+        return self.heads.draw_block(base_logits, hidden, anchors, *noise)
 
     @torch.inference_mode()
     def forward(self, requests: DraftRequests) -> tuple[torch.Tensor, torch.Tensor]:

@@ -214,3 +214,13 @@ def test_rows_do_not_know_each_other(moved, device):
         together = call(*moved(list(rows)))
         for part in parts:
             assert torch.equal(call(*(one[part] for one in moved(list(rows)))), together[part])
+
+
+@DTYPES
+@pytest.mark.parametrize("num_blocks,gamma,vocab,rank", [(0, 2, 9, 4), (3, 3, 150, 5), (2, 1, 64, 16)])
+def test_markov_greedy(triton_twins, moved, num_blocks, gamma, vocab, rank, dtype):
+    """Logits and biases are whole numbers, so most places tie, and the lower id wins."""
+    base = random(num_blocks, gamma, vocab, size=2.0).round()
+    weights = {name: random(vocab, rank, seed=i).round().to(dtype) for i, name in enumerate(("w1", "w2"))}
+    anchors = torch.arange(num_blocks) * 7 % vocab
+    check(triton_twins, moved, "markov_greedy", weights, (base, anchors), 0.0)
