@@ -12,6 +12,7 @@ NO_SPILLS = {"linear (wo_b)", "project", "experts_forward", "experts (fp8)", "ex
 NO_SPILLS |= {"attend (csa)", "attend (hca)", "hc_pre", "hc_post", "pool_windows (hca)", "pool_windows (csa)"}
 
 
+@pytest.mark.timeout(900)  # half a minute of work, but on a busy machine
 def test_kernels_compile_for_hopper(tmp_path):
     """In a process of its own: where kernels are interpreted, they are not compiled."""
     pytest.importorskip("triton", reason="without triton there is nothing to compile")
