@@ -27,6 +27,8 @@ from .plan import AttentionPlan, LayerCache, Run
 
 FP8_MAX = 448.0
 LAYER_NORM_EPS = 1e-6
+GATHER_ROWS = 8
+"""Up to so many query rows of a run gather the latents they chose, one row after the other."""
 
 
 class DSASizes(NamedTuple):
@@ -133,6 +135,16 @@ class DSAttention(MLAttention):
         super().__init__(source, sizes.latent, rope, group, kernels, layer)
         self._topk = sizes.index_topk
         self._indexer = LightningIndexer(source.scope("indexer"), sizes, rope, kernels)
+
+    def attend(
+        self, made: Latent, run: Run, rows: torch.Tensor, seen: torch.Tensor | None, is_causal: bool
+    ) -> torch.Tensor:
+        """See :meth:`.mla.MLAttention.attend`; a few rows read what they chose, many read everything."""
+        begin, end = run.queries.start, run.queries.stop
+        if seen is None or end - begin > GATHER_ROWS:
+            return super().attend(made, run, rows, seen, is_causal)
+        alone = [run._replace(queries=slice(at, at + 1)) for at in range(begin, end)]
+        return torch.cat([super(DSAttention, self).attend(made, o, rows[s], None, False) for o, s in zip(alone, seen)])
 
     def selected(
         self, x: torch.Tensor, made: Latent, cache: LayerCache, plan: AttentionPlan, probe: Probe

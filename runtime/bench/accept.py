@@ -136,8 +136,7 @@ def run(args: argparse.Namespace) -> int:
         options["draft_model"] = spec.draft_model
         own = argparse.Namespace(**vars(args) | {"model": str(spec.folder)})
         with flags.open_alone(own, **options) as session:
-            read = prompts_by_domain(session, args.prompts, args.max_new_tokens)
-            prompts = {domain: list(ids[: args.num_prompts]) for domain, ids in read.items()}
+            prompts = _prompts(args, session)
             with running():
                 times = StepTimes(session.engine)
                 results[spec.label] = measure(session, spec.label, prompts, args.temperature, args.max_new_tokens)
@@ -156,11 +155,17 @@ def run(args: argparse.Namespace) -> int:
 def plain_times(args: argparse.Namespace) -> StepTimes:
     """Steps without a draft on the same prompts, at the first temperature."""
     with flags.open_alone(args, draft="none", max_running=args.max_running, seed=args.seed) as session:
-        prompts = prompts_by_domain(args, session)
+        prompts = _prompts(args, session)
         with running():
             times = StepTimes(session.engine)
             measure(session, "none", prompts, args.temperature[:1], args.max_new_tokens)
     return times
+
+
+def _prompts(args: argparse.Namespace, session: Session) -> dict[str, list[tuple[int, ...]]]:
+    """As many of each domain as are asked for."""
+    read = prompts_by_domain(session, args.prompts, args.max_new_tokens)
+    return {domain: list(ids[: args.num_prompts]) for domain, ids in read.items()}
 
 
 def _last_of_each(places: Mapping[Place, Measured]) -> list[Measured]:

@@ -29,9 +29,9 @@ class StepTimes:
         run_stage, drafter = engine.model.run_stage, engine.drafter
         propose, observe = drafter.propose, drafter.observe
 
-        def timed_stage(step: Step, *rest: Any) -> Any:
-            output, seconds = self._timed(run_stage, step, *rest)
-            if step.num_logits == len(step.tokens):
+        def timed_stage(steps: tuple[Step, ...], *rest: Any) -> Any:
+            output, seconds = self._timed(run_stage, steps, *rest)
+            if all(step.num_logits == len(step.tokens) for step in steps):
                 self.num_steps, self.verify = self.num_steps + 1, self.verify + seconds
             return output
 
@@ -65,8 +65,7 @@ def cost_model(times: StepTimes, plain: StepTimes, stats: SpecStats) -> dict[str
         return dict.fromkeys(("draft_ms", "verify_ms", "plain_ms", "tau", "speedup", "alpha", "c"))
     draft, verify = times.draft / times.num_steps, times.verify / times.num_steps
     one, tau = plain.verify / plain.num_steps, stats.emitted / stats.verify_ct
-    kept = sum(k * count for k, count in enumerate(stats.histogram))
-    judged = kept + sum(stats.histogram[:-1])  # each block but a whole one ends with a draft that was not kept
+    kept, judged = sum(stats.kept), sum(stats.judged)
     return {
         "draft_ms": 1e3 * draft,
         "verify_ms": 1e3 * verify,
