@@ -158,5 +158,5 @@ class _Plan:
 def code_version() -> str:
     """The package's version and a digest of its source, which also differs between stages of one version."""
     root = pathlib.Path(__file__).parent.parent
-    files = sorted(path for name in ("parallel", "comm", "layers", "runtime") for path in (root / name).rglob("*.py"))
+    files = sorted(path for name in ("parallel", "comm", "layers", "eplb", "runtime") for path in (root / name).rglob("*.py"))
     return f"{importlib.metadata.version('dspark')} (source {files_digest(files)[:12]})"
