@@ -39,8 +39,9 @@ def exchange(sends: Sequence[Message], receives: Sequence[Message], group: Group
     batch = [dist.P2POp(op, _bytes(x), group.ranks[peer], group.pg) for op, (peer, x) in operations]
     for work in dist.batch_isend_irecv(batch):
         work.wait()
-    if operations[0][1].tensor.is_cuda:
-        torch.cuda.current_stream().synchronize()
+    device = operations[0][1].tensor.device
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _bytes(x: Tensor) -> Tensor:

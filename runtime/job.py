@@ -158,5 +158,6 @@ class _Plan:
 def code_version() -> str:
     """The package's version and a digest of its source, which also differs between stages of one version."""
     root = pathlib.Path(__file__).parent.parent
-    files = sorted(path for name in ("parallel", "comm", "layers", "eplb", "runtime") for path in (root / name).rglob("*.py"))
+    folders = ("parallel", "comm", "layers", "eplb", "runtime")
+    files = sorted(path for name in folders for path in (root / name).rglob("*.py"))
     return f"{importlib.metadata.version('dspark')} (source {files_digest(files)[:12]})"

@@ -173,10 +173,12 @@ class Balancer:
 
     def _fetch(self) -> None:
         """Begin to bring the weights of the next run of layers."""
-        move, live, group = self._move, self.live, self._experts
+        move, live, group, device = self._move, self.live, self._experts, self._layers[0].weights[0].device
         run = move.runs[0]
 
         def work() -> list[Arrivals]:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # of this thread
             barrier(group)  # a backend may want everyone at the first exchange
             return [
                 fetch(
