@@ -19,6 +19,7 @@ LINEAR_FORMATS = ("native", "fp8")
 VERIFY_MODES = ("static", "sync", "async")
 CP_SPLITS = ("interleave", "zigzag")
 CP_DECODES = ("split", "replicate")
+CP_KEYS = ("gather", "ring")
 EXPECTED_SHARES = {"worst_case": None, "optimistic": 0.7}
 OVERLAP_MODES = ("none", "tbo", "sbo")
 DISPATCHERS = ("standard", "normal", "low_latency", "auto")
@@ -97,6 +98,7 @@ class EngineConfig:
     block_verify: bool = False
     cp_split: str = "interleave"
     cp_decode: str = "split"
+    cp_keys: str = "gather"
     overlap: str = "none"
     dispatcher: str = "standard"
     dispatch_backend: str = "auto"
@@ -176,6 +178,7 @@ class EngineConfig:
             ("verify", VERIFY_MODES),
             ("cp_split", CP_SPLITS),
             ("cp_decode", CP_DECODES),
+            ("cp_keys", CP_KEYS),
             ("overlap", OVERLAP_MODES),
             ("dispatcher", DISPATCHERS),
             ("dispatch_backend", DISPATCH_BACKENDS),

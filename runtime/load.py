@@ -27,6 +27,9 @@ from .graphs import Graphs, record_on_cuda
 from .model_config import Config, load_model_config, only_for
 from .models import family
 
+RING_LABELS = ("mha", "gqa", "mqa", "mla")
+"""Attention kinds that see every position."""
+
 
 def load_engine(
     config: EngineConfig,
@@ -47,6 +50,8 @@ def load_engine(
     model_config = load_model_config(config.model) if model_config is None else model_config
     if config.deterministic:
         only_for(model_config, "deepseek_v4", "--deterministic")
+    if config.cp_keys == "ring":
+        check_ring(model_config)
     dtype = getattr(torch, config.dtype)
     reader = CheckpointReader(config.model, model_config, dtype, progress=progress)
     source = OnDevice(reader, device)
@@ -124,6 +129,17 @@ def draft_rows(draft: type[Drafter], settings: Config | DraftFiles, max_verify: 
     A block is stored as wide as it was trained, and the rows before the one that follows it must survive that.
     """
     return 2 * (1 + max(max_verify - 1, draft.max_gamma(settings)))
+
+
+def check_ring(model_config: Config) -> None:
+    """Raise ``ValueError`` for a model with layers whose keys cannot be passed from rank to rank."""
+    labels = family(model_config.model_type).layer_labels(model_config)
+    others = [label for label in dict.fromkeys(labels) if label not in RING_LABELS]
+    if others:
+        raise ValueError(
+            f"--cp-keys ring is for layers of the kinds {', '.join(RING_LABELS)}, but the model has "
+            f"{', '.join(others)}; use --cp-keys gather"
+        )
 
 
 def check_untrimmed(config: EngineConfig) -> None:

@@ -59,5 +59,6 @@ def _step(engine: Engine, spans: list[Span]) -> Step:
     split = split_rows(lengths, engine.config.cp_split, groups, replicate=False)
     rows = [sum(lengths)] if split is None else [len(owned) for owned in split.owned]
     counts = tuple(rows * (groups.attn_rows.size // len(rows)))
+    ring = engine.config.cp_keys == "ring"
     vocab_size, ratios = engine.model.config.vocab_size, engine.cache.layout.ratios
-    return build_step(spans, engine.cache.page_table, ratios, vocab_size, split=split, counts=counts)
+    return build_step(spans, engine.cache.page_table, ratios, vocab_size, split=split, counts=counts, pass_keys=ring)

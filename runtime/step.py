@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from ..comm.context import RowGather, whole
-from ..layers.attention.plan import AttentionPlan, build_plan, to_device
+from ..layers.attention.plan import AttentionPlan, RingRows, Run, build_plan, to_device
+from ..layers.attention.ring import build_ring_plan
 from ..parallel.groups import Group
 
 
@@ -64,11 +65,12 @@ def build_step(
     split: Split | None = None,
     counts: tuple[int, ...] | None = None,
     has_prefill: bool = True,
+    pass_keys: bool = False,
 ) -> Step:
     """The step of ``spans``, on the page table's device.
 
-    ``counts`` may be left out when one owner has all rows, ``has_prefill`` where rows are many. Raises ``ValueError``
-    for a token id outside
+    ``counts`` may be left out when one owner has all rows, ``has_prefill`` where rows are many. ``pass_keys``: keys of
+    split rows are passed from rank to rank, not brought together. Raises ``ValueError`` for a token id outside
     ``[0, vocab_size)``; requests are checked before they come here.
     """
     rows, tokens, wanted = _flatten(spans)
@@ -83,6 +85,8 @@ def build_step(
         owned = split.owned[split.group.rank]
         gather = RowGather(split.group, split.owned, device)
         plan = build_plan(rows, page_table, ratios, owned=owned, gather=gather)
+        if pass_keys:
+            plan = plan._replace(ring=_ring_rows(spans, split, plan))
         tokens = tokens[owned]
         logit_rows, places = _split_wanted(wanted, split)
         gather_logit_rows = RowGather(split.group, places, device)
@@ -90,6 +94,19 @@ def build_step(
     at = None if len(logit_rows) == len(tokens) and split is None else at
     counts = (len(tokens),) if counts is None else counts
     return Step(token_ids, at, plan, counts, has_prefill, gather_logit_rows, len(wanted))
+
+
+def _ring_rows(spans: Sequence[Span], split: Split, plan: AttentionPlan) -> RingRows:
+    group, device = split.group, plan.page_table.device
+    lengths, starts = [len(span.tokens) for span in spans], [span.start for span in spans]
+    ring = build_ring_plan(split.owned, group.rank, lengths, device, past_lengths=starts)
+    rows = tuple(plan.token_rows[torch.from_numpy(tokens).to(device)] for tokens in split.owned)
+    nowhere = slice(0, 0)
+    past = tuple(
+        None if piece is None else Run(span.slot, 0, span.start, nowhere, nowhere, False)
+        for span, piece in zip(spans, ring.past)
+    )
+    return RingRows(group, ring, rows, past)
 
 
 def _flatten(spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -50,6 +50,7 @@ class StepMaker:
 
     def _build(self, spans: Sequence[Span], split: Split | None, counts: tuple[int, ...], has_prefill: bool) -> Step:
         sizes = {"split": split, "counts": counts, "has_prefill": has_prefill}
+        sizes["pass_keys"] = self._config.cp_keys == "ring"
         return build_step(spans, self._cache.page_table, self._cache.layout.ratios, self._vocab_size, **sizes)
 
 

@@ -10,13 +10,16 @@ the pool before anything is read, since a position is overwritten only by itself
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from ...comm.ring import Shards
 from .plan import AttentionPlan, LayerCache, Run
+from .ring import Attend, ring_attention
 
 FOLD_ROWS = 32
 """Up to so many query rows the heads that share a key head become rows of it, so that its keys are read once."""
@@ -60,6 +63,33 @@ def read_ring(rows: torch.Tensor, cache: LayerCache, run: Run, window: int) -> t
         return rows[run.keys], begin
     at = torch.arange(begin, run.first, device=rows.device) % cache.window.shape[1]
     return torch.cat((cache.window[run.slot, at], rows[run.keys])), begin
+
+
+def attend_around(
+    q: torch.Tensor,
+    shards: Callable[[torch.Tensor], Shards],
+    rows: torch.Tensor,
+    pool: torch.Tensor,
+    plan: AttentionPlan,
+    attend: Attend,
+    value_dim: int = 0,
+) -> torch.Tensor:
+    """Attention of ``q`` [T, H, d] over the keys of all ranks, which pass by and are stored in ``pool``; [T, H, e].
+    Collective over ``plan.ring.group``.
+
+    ``shards`` gives the keys (and values) of stored rows [L, c]; ``rows`` [T, c] are those of this rank's tokens. For
+    ``value_dim`` and ``attend`` see :func:`.ring.ring_attention`.
+    """
+    ring = plan.ring
+
+    def keep(rank: int, passing: Shards) -> None:
+        pool.flatten(0, 1)[ring.token_rows[rank]] = torch.cat([x.flatten(1) for x in passing], dim=1)
+
+    past = [() if run is None else shards(read_tokens(pool, run, run.limit, plan)) for run in ring.past]
+    own = shards(rows)
+    values = own[1] if len(own) > 1 else None
+    options = {"value_dim": value_dim, "past": past, "keep": keep}
+    return ring_attention(q, own[0], values, ring.plan, ring.group, attend, **options)
 
 
 def visible(run: Run, plan: AttentionPlan, begin: int, window: int = 0) -> torch.Tensor | None:

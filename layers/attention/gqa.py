@@ -22,7 +22,7 @@ from ..params import Scope
 from ..probe import Probe
 from ..rope import RopeTable, rotate_halves
 from ..stages import Point, Stages
-from .dense import CacheShape, attend, read_ring, read_tokens, store_tokens, visible
+from .dense import CacheShape, attend, attend_around, read_ring, read_tokens, store_tokens, visible
 from .plan import AttentionPlan, LayerCache
 
 
@@ -95,6 +95,7 @@ class GQAttention:
             weights = (source.take(f"{name}.weight", dtype=torch.float32) for name in ("q_norm", "k_norm"))
             self._norms = tuple(kernels.bind("rms_norm", weight=weight, eps=sizes.norm_eps) for weight in weights)
         self._store_ring = kernels.bind("store_rows")
+        self._attend_block = kernels.bind("attend_block", scale=sizes.head_dim**-0.5)
         self._out = RowParallelLinear(source, "o_proj.weight", sizes.num_heads * sizes.head_dim, group, kernels)
 
     def project(self, x: torch.Tensor, positions: torch.Tensor) -> Projected:
@@ -124,7 +125,23 @@ class GQAttention:
         """See :meth:`..Attention.stages`."""
         q, rows = self.project(x, plan.queries.positions)
         yield Point.PREPARED
-        rows, window = plan.gather(rows), self.sizes.window
+        if plan.ring is None:
+            o = self._over_cache(q, plan.gather(rows), cache, plan)
+        else:
+            o = attend_around(q, self._keys_and_values, rows, cache.entries, plan, self._attend_block)
+        pending = start_sum(self._out.partial(o.flatten(1)))
+        yield Point.SUMMING
+        out = pending.wait()
+        probe("attention_out", self._layer, out)
+        return out
+
+    def _keys_and_values(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [L, H_k, d] of stored rows [L, 2 H_k d]."""
+        return rows.unflatten(1, (2, -1, self.sizes.head_dim)).unbind(1)
+
+    def _over_cache(self, q: torch.Tensor, rows: torch.Tensor, cache: LayerCache, plan: AttentionPlan) -> torch.Tensor:
+        """Attention [T, H, d] of ``q`` run by run; the step's key rows [K, 2 H_k d] are stored."""
+        window = self.sizes.window
         if not window:
             self.store(rows, cache, plan)
         o = torch.empty_like(q)
@@ -133,14 +150,10 @@ class GQAttention:
                 kv, begin = read_ring(rows, cache, run, window)
             else:
                 kv, begin = read_tokens(cache.entries, run, run.limit, plan), 0
-            k, v = kv.unflatten(1, (2, -1, self.sizes.head_dim)).unbind(1)
+            k, v = self._keys_and_values(kv)
             is_causal = run.is_prefix and (not window or run.limit <= window)
             seen = None if is_causal else visible(run, plan, begin, window)
             o[run.queries] = attend(q[run.queries], k, v, seen, self.sizes.head_dim**-0.5, is_causal)
         if window:
             self.store(rows, cache, plan)
-        pending = start_sum(self._out.partial(o.flatten(1)))
-        yield Point.SUMMING
-        out = pending.wait()
-        probe("attention_out", self._layer, out)
-        return out
+        return o

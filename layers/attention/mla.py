@@ -24,7 +24,7 @@ from ..params import Scope
 from ..probe import Probe
 from ..rope import RopeTable, rotate, rotate_halves
 from ..stages import Point, Stages
-from .dense import CacheShape, attend, read_tokens, store_tokens, visible
+from .dense import CacheShape, attend, attend_around, read_tokens, store_tokens, visible
 from .plan import AttentionPlan, LayerCache, Run
 
 Form = Literal["naive", "absorbed"]
@@ -119,6 +119,7 @@ class MLAttention:
         up = source.take("kv_b_proj.weight", start=group.rank * share, stop=(group.rank + 1) * share)
         up = up.unflatten(0, (num_heads, -1))
         self._key_up, self._value_up = up[:, : sizes.nope_dim].contiguous(), up[:, sizes.nope_dim :].contiguous()
+        self._attend_block = kernels.bind("attend_block", scale=sizes.scale)
         self._out = RowParallelLinear(source, "o_proj.weight", sizes.num_heads * sizes.v_head_dim, group, kernels)
 
     def _norm(self, source: Scope, name: str, kernels: Kernels):
@@ -154,9 +155,8 @@ class MLAttention:
             keys = torch.cat((keys, shared.unsqueeze(1).expand(-1, keys.shape[1], -1)), dim=-1)
             values = torch.einsum("lr,her->lhe", latent, self._value_up)
             return attend(torch.cat((q, q_rope), dim=-1), keys, values, seen, sizes.scale, is_causal)
-        folded = torch.cat((torch.einsum("tha,har->thr", q, self._key_up), q_rope), dim=-1)
-        keys = rows.unsqueeze(1)
-        o = attend(folded, keys, keys[..., :rank], seen, sizes.scale, is_causal)
+        (keys,) = _one_head(rows)
+        o = attend(self._fold(q, q_rope), keys, keys[..., :rank], seen, sizes.scale, is_causal)
         return torch.einsum("thr,her->the", o, self._value_up)
 
     def stages(
@@ -170,15 +170,31 @@ class MLAttention:
         """See :meth:`..Attention.stages`."""
         made = self.project(x, plan.queries.positions)
         yield Point.PREPARED
-        store_tokens(plan.gather(made.rows), cache.entries, plan)
-        o = made.q.new_empty((*made.q.shape[:2], self.sizes.v_head_dim))
-        for run, seen, is_causal in self.selected(x, made, cache, plan, probe):
-            o[run.queries] = self.attend(made, run, read_tokens(cache.entries, run, run.limit, plan), seen, is_causal)
+        if plan.ring is None:
+            o = self._over_cache(x, made, cache, plan, probe)
+        else:
+            keys = self._fold(made.q, made.q_rope), _one_head, made.rows
+            o = attend_around(*keys, cache.entries, plan, self._attend_block, self.sizes.kv_lora_rank)
+            o = torch.einsum("thr,her->the", o, self._value_up)
         pending = start_sum(self._out.partial(o.flatten(1)))
         yield Point.SUMMING
         out = pending.wait()
         probe("attention_out", self._layer, out)
         return out
+
+    def _over_cache(
+        self, x: torch.Tensor, made: Latent, cache: LayerCache, plan: AttentionPlan, probe: Probe
+    ) -> torch.Tensor:
+        """Attention [T, H, e] run by run; the step's key rows are brought together and stored."""
+        store_tokens(plan.gather(made.rows), cache.entries, plan)
+        o = made.q.new_empty((*made.q.shape[:2], self.sizes.v_head_dim))
+        for run, seen, is_causal in self.selected(x, made, cache, plan, probe):
+            o[run.queries] = self.attend(made, run, read_tokens(cache.entries, run, run.limit, plan), seen, is_causal)
+        return o
+
+    def _fold(self, q: torch.Tensor, q_rope: torch.Tensor) -> torch.Tensor:
+        """Queries [t, H, r + d_r] over stored rows: the keys' up-projection is folded into them."""
+        return torch.cat((torch.einsum("tha,har->thr", q, self._key_up), q_rope), dim=-1)
 
     def selected(
         self, x: torch.Tensor, made: Latent, cache: LayerCache, plan: AttentionPlan, probe: Probe
@@ -186,3 +202,8 @@ class MLAttention:
         """Each run, which keys its rows see, and whether those are simply all up to their own position."""
         for run in plan.runs:
             yield run, None if run.is_prefix else visible(run, plan, 0), run.is_prefix
+
+
+def _one_head(rows: torch.Tensor) -> tuple[torch.Tensor]:
+    """Stored rows [L, c] as the keys [L, 1, c] that all heads share."""
+    return (rows.unsqueeze(1),)

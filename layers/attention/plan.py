@@ -17,6 +17,8 @@ import numpy as np
 import torch
 
 from ...comm.context import whole
+from ...parallel.groups import Group
+from .ring import RingPlan
 
 MIN_PAGE_TOKENS = 256
 
@@ -69,6 +71,19 @@ class Run(NamedTuple):
     is_prefix: bool
 
 
+class RingRows(NamedTuple):
+    """Keys that are passed from rank to rank of ``group`` instead of being brought together, see :mod:`.ring`.
+
+    ``token_rows``: where the tokens of each rank lie in the entry pool. ``past``: for each request of the step a run of
+    its earlier tokens, or None if there are none.
+    """
+
+    group: Group
+    plan: RingPlan
+    token_rows: tuple[torch.Tensor, ...]
+    past: tuple[Run | None, ...]
+
+
 class HostPlan(NamedTuple):
     """The plan's arrays in numpy, sharing memory with its tensors: compiled CPU kernels read these.
 
@@ -92,7 +107,8 @@ class AttentionPlan(NamedTuple):
 
     ``bidirectional``: the rows of a request are one block (of a draft) that begins at position P. Each sees the window
     before the block, positions P - window .. P - 1, and the whole block. ``gather`` turns rows computed for the
-    queries into rows for the keys; it is collective where context parallelism splits the queries.
+    queries into rows for the keys; it is collective where context parallelism splits the queries. ``ring``: how
+    kinds that need not bring keys together pass them on instead.
     """
 
     queries: Rows
@@ -105,6 +121,7 @@ class AttentionPlan(NamedTuple):
     gather: Callable[[torch.Tensor], torch.Tensor] = whole
     runs: tuple[Run, ...] = ()
     token_rows: torch.Tensor | None = None
+    ring: RingRows | None = None
 
     def of_keys(self) -> AttentionPlan:
         """The plan whose queries are all its key rows; it has no runs."""

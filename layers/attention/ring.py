@@ -2,7 +2,7 @@
 
 Every rank holds some tokens of a step, as queries and as keys and values. Key shards pass by one at a time; attention
 over each is merged into what came before, by the logarithms of the softmax sums. Which tokens a rank holds is a
-:class:`Split` of ``parallel/context.py``: ``contiguous`` is ring attention, ``striped`` and ``interleave`` are striped
+split of ``parallel/context.py``: ``contiguous`` is ring attention, ``striped`` and ``interleave`` are striped
 attention, ``zigzag`` is zigzag ring attention. The transfer is one of ``comm/ring.py``.
 
 What a rank has to compute is laid out once per step (:func:`build_ring_plan`) and used in every layer.
@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 from ...comm.ring import Shards, ring
-from ...parallel.context import Split
 from ...parallel.groups import Group
 from ..kernels.block_attention import Attended, merge
 
@@ -53,28 +52,30 @@ class RingPlan(NamedTuple):
 
 
 def build_ring_plan(
-    split: Split,
+    owned: Sequence[np.ndarray],
     rank: int,
     lengths: Sequence[int],
     device: torch.device,
     causal: bool = True,
     past_lengths: Sequence[int] = (),
 ) -> RingPlan:
-    """The plan of ``rank`` for a step of sequences with ``lengths`` tokens each, back to back, cut by ``split``.
+    """The plan of ``rank`` for a step of sequences with ``lengths`` tokens each, back to back; rank r has the tokens
+    ``owned[r]``, in its order.
 
     Tokens see tokens of their own sequence only: with ``causal`` those up to themselves, else all. ``past_lengths``: P
-    of each sequence, which all its tokens see; none if empty. Raises ``ValueError`` when the split has another number
-    of tokens than the sequences.
+    of each sequence, which all its tokens see; none if empty. Raises ``ValueError`` when the ranks own another number
+    of tokens than the sequences have.
     """
-    if sum(split.sizes) != sum(lengths):
-        raise ValueError(f"the split holds {sum(split.sizes)} tokens, but the sequences have {sum(lengths)}")
-    own = _by_sequence(split.owned[rank], lengths)
-    pieces = tuple(tuple(_pieces(own, _by_sequence(tokens, lengths), causal, device)) for tokens in split.owned)
+    sizes = tuple(map(len, owned))
+    if sum(sizes) != sum(lengths):
+        raise ValueError(f"the split holds {sum(sizes)} tokens, but the sequences have {sum(lengths)}")
+    own = _by_sequence(owned[rank], lengths)
+    pieces = tuple(tuple(_pieces(own, _by_sequence(tokens, lengths), causal, device)) for tokens in owned)
     past: list[Piece | None] = []
     for num_past, (rows, _) in zip(past_lengths, own):
         some = num_past and len(rows)
         past.append(Piece(_run(rows, device), slice(0, num_past), None, len(rows) * num_past) if some else None)
-    return RingPlan(split.sizes, pieces, tuple(past))
+    return RingPlan(sizes, pieces, tuple(past))
 
 
 def _by_sequence(tokens: np.ndarray, lengths: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -156,7 +156,7 @@ def on_rank(
     """Of this rank: median kernel seconds and the pairs by shard, the error, bytes sent, and seconds of the clock."""
     split = SPLITS[split_name](problem.lengths, group.size)
     own = torch.from_numpy(split.owned[group.rank])
-    plan: RingPlan = build_ring_plan(split, group.rank, problem.lengths, torch.device("cpu"), problem.causal)
+    plan: RingPlan = build_ring_plan(split.owned, group.rank, problem.lengths, torch.device("cpu"), problem.causal)
     q, k, v = problem.q[own], problem.k[own], problem.v[own]
     seconds, clock = [], []
     for _ in range(1 + num_rounds):  # the first warms up

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ...comm.dispatch import dispatcher_class
 from ...parallel.topology import Topology
-from ..engine_config import CP_DECODES, CP_SPLITS, DISPATCH_BACKENDS, DISPATCHERS, OVERLAP_MODES
+from ..engine_config import CP_DECODES, CP_KEYS, CP_SPLITS, DISPATCH_BACKENDS, DISPATCHERS, OVERLAP_MODES
 
 
 def _size(text: str) -> int:
@@ -45,6 +45,12 @@ def add_layout_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--cp-split", choices=CP_SPLITS, default="interleave", help="rows of a step over the cp ranks")
     group.add_argument(
         "--cp-decode", choices=CP_DECODES, default="split", help="steps without prefill: split rows too, or repeat them"
+    )
+    group.add_argument(
+        "--cp-keys",
+        choices=CP_KEYS,
+        default="gather",
+        help="keys of split rows: brought together, or passed from rank to rank (dense attention kinds only)",
     )
     group.add_argument(
         "--dispatcher",

@@ -73,7 +73,7 @@ def on_rank(group, split, shape, lengths, pasts, causal, transfer, seed, dtype=t
     scale = q.shape[2] ** -0.5
     own = torch.from_numpy(split.owned[group.rank])
     want = dense(q, k, v, lengths, pasts, causal, scale)[own]
-    plan = build_ring_plan(split, group.rank, lengths, CPU, causal, pasts)
+    plan = build_ring_plan(split.owned, group.rank, lengths, CPU, causal, pasts)
     new_k, new_v = (torch.cat([x[past:] for x, past in zip(part, pasts)]) for part in (k, v))
     past = [(x[:n],) if absorbed else (x[:n], y[:n]) for x, y, n in zip(k, v, pasts)]
     attend = Counting(Kernels("torch").bind("attend_block", scale=scale))
@@ -219,4 +219,4 @@ def test_rows_of_the_kernel_that_see_no_key():
 
 def test_a_split_of_other_tokens_is_refused():
     with pytest.raises(ValueError, match="12 tokens.*have 11"):
-        build_ring_plan(striped(12, 4), 0, [5, 6], CPU)
+        build_ring_plan(striped(12, 4).owned, 0, [5, 6], CPU)

@@ -14,6 +14,8 @@ LAYOUTS = {
     "dp 2": {"tp": 2, "dp": 2},
     "cp 2 interleave": {"tp": 2, "cp": 2},
     "cp 2 zigzag": {"tp": 2, "cp": 2, "cp_split": "zigzag"},
+    "cp 2 ring": {"tp": 2, "cp": 2, "cp_keys": "ring"},
+    "cp 4 zigzag ring": {"tp": 4, "cp": 4, "cp_split": "zigzag", "cp_keys": "ring"},
     "pp 2": {"pp": 2},
     "tp 2 pp 2": {"tp": 2, "pp": 2},
 }
@@ -42,7 +44,7 @@ def continuations(hf_checkpoint):
 
 def decode(rank, world, folder, prompts, layout=None, **options):
     layout = dict(layout or {})
-    options |= {"cp_split": layout.pop("cp_split", "interleave")}
+    options |= {name: layout.pop(name) for name in ("cp_split", "cp_keys") if name in layout}
     groups = Groups.build(Topology(**layout), rank) if world > 1 else Groups.single()
     config = resolve(
         EngineConfig(**{"max_context": 64, "max_running": 2, "chunk_size": 16} | options),
@@ -67,8 +69,17 @@ def test_layouts(case, continuations, run_ranks):
     for chunk_size, prefix in ((5, False), (512, False), (16, True)):
         got = decode(0, 1, folder, prompts, chunk_size=chunk_size, prefix_cache=prefix)
         assert got == expected, f"chunks of {chunk_size}"
-    chosen = LAYOUTS if case == "qwen3_gqa" else ("dp 2", "cp 2 zigzag", "tp 2 pp 2")
+    chosen = LAYOUTS if case == "qwen3_gqa" else ["dp 2", "cp 2 zigzag", "tp 2 pp 2"]
+    if case == "deepseek_v3":
+        chosen.append("cp 4 zigzag ring")
     for name in chosen:
         layout = LAYOUTS[name]
         world = layout.get("tp", 1) * layout.get("pp", 1)
         assert run_ranks(decode, world, folder, prompts, layout)[0] == expected, name
+
+
+@pytest.mark.parametrize("case,kinds", [("qwen3_mqa_sliding", "sliding mqa"), ("deepseek_v32", "dsa")])
+def test_keys_that_cannot_be_passed_on(case, kinds, hf_checkpoint):
+    folder, _, _ = hf_checkpoint(case)
+    with pytest.raises(ValueError, match=f"--cp-keys ring .* but the model has .*{kinds}"):
+        decode(0, 1, folder, [], cp_keys="ring")
