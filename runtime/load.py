@@ -64,8 +64,7 @@ def load_engine(
         raise ValueError(f"--prefix-cache stores nothing of the draft {config.draft}; take another draft")
     taps = draft.tap_layers(settings)
     max_verify = 1 + (config.gamma or draft.default_gamma(settings))
-    rows = max(max_verify, 1 + draft.max_gamma(settings))
-    dispatch = dispatch_options(config, groups.topology, rows)
+    dispatch = dispatch_options(config, groups.topology, max_verify, 1 + draft.max_gamma(settings))
     placements = expert_placements(config, model_config, groups.topology, max_verify > 1)
     target = placements.target and placements.target.placement
     sizes = (config.max_context, device, taps, dtype, draft.tap_kind, dispatch, target)
@@ -101,23 +100,24 @@ def left_for_cache(free: int, total: int, share: float) -> int:
     return free - round((1 - share) * total)
 
 
-def dispatch_options(config: EngineConfig, topology: Topology, rows_per_request: int) -> DispatchOptions:
-    """How rows reach experts. ``rows_per_request``: those of a request in a step that drafts or verifies, at most.
+def dispatch_options(config: EngineConfig, topology: Topology, verified: int, drafted: int) -> DispatchOptions:
+    """How rows reach experts. ``verified`` and ``drafted``: rows of a request at most, in the target and in the draft.
 
     Raises ``ValueError`` if a step may have more rows on a rank than ``config.max_tokens_per_rank``.
     """
     limits, needed = dispatcher_class(config.dispatcher, config.dispatch_backend).limits, 0
     for has_limit, chunk in zip(limits, (config.chunk_size, 0)):
-        rows = config.max_running * rows_per_request + min(chunk, config.max_running * config.max_context)
-        # Only the interleaved split spreads any mix of requests evenly over the cp ranks.
+        rows = config.max_running * verified + min(chunk, config.max_running * config.max_context)
+        # Only the interleaved split spreads any mix of requests evenly over the cp ranks; drafts are not split.
         if config.cp_split == "interleave" and (chunk or config.cp_decode == "split"):
             rows = -(-rows // topology.cp)
+        rows = max(rows, config.max_running * drafted)
         needed = max(needed, has_limit * -(-rows // topology.attn_tp) * topology.moe_tp)
     given = config.max_tokens_per_rank
     if given is not None and given < needed:
         raise ValueError(
             f"--max-tokens-per-rank is {given}, but a step may have {needed} rows on a rank: --max-running "
-            f"{config.max_running} requests of {rows_per_request} rows each"
+            f"{config.max_running} requests of {max(verified, drafted)} rows each"
             + (f", and --chunk-size {config.chunk_size}" if limits[0] else "")
         )
     return DispatchOptions(config.dispatcher, config.dispatch_backend, given or needed, config.fp8_dispatch)

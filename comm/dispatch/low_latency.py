@@ -90,8 +90,8 @@ class LowLatency:
         x = self._decode(self._pending.wait())
         ids = torch.arange(self._num_local, device=x.device).repeat(self._group.size)
         local = ids.repeat_interleave(self._arriving.flatten())
-        self._cut, self._returning = Cut.blocks(self._received, self._num_pieces, x.device), []
-        self._outgoing = Cut.blocks(self._sent, self._num_pieces, x.device)
+        self._cut, self._returning = Cut.blocks(self._received, self._num_pieces, x.device, self._group.rank), []
+        self._outgoing = Cut.blocks(self._sent, self._num_pieces, x.device, self._group.rank)
         counts = aligned(self._arriving.sum(0), self._sizes.alignment)
         ones = torch.ones((x.shape[0], 1), dtype=torch.float32, device=x.device)
         pieces = [self._cut.rows(piece) for piece in range(self._num_pieces)]

@@ -65,6 +65,7 @@ class Normal:
         self._first = groups.moe_ep.rank * self._num_local
         # Where each rank of the expert group sits: node times ranks of a node, plus its place there.
         self._places = torch.tensor(groups.topology.expert_places(groups.moe_ep.ranks), device=sizes.device)
+        self._at_home = self._across.rank if self._across.size > 1 else None
         self._format, self._order = RowFormat(sizes), Order()
         self.handle: Handle | None = None
 
@@ -156,7 +157,7 @@ class Normal:
             return
         copies = self._going.wait()
         if self._known is None:
-            self._copy_cut = Cut.blocks(self._copies.received, self._num_pieces, copies.device)
+            self._copy_cut = Cut.blocks(self._copies.received, self._num_pieces, copies.device, self._at_home)
             if self._copy_cut.pieces is not None:
                 self._format.numbers(copies).copy_(self._copy_cut.pieces)
             experts, nowhere = self._format.experts(copies), self._inside.size
@@ -177,7 +178,7 @@ class Normal:
         return Handle(
             self._copies,
             self._fans,
-            Cut.blocks(self._copies.sent, self._num_pieces, arrived.device),
+            Cut.blocks(self._copies.sent, self._num_pieces, arrived.device, self._at_home),
             self._copy_cut,
             Cut(None if one_piece else self._format.numbers(arrived), self._fans.received),
             local,

@@ -59,11 +59,16 @@ class Cut:
         self.pieces, self._run_sizes = pieces, list(run_sizes)
 
     @classmethod
-    def blocks(cls, run_sizes: Sequence[int], num_pieces: int, device: torch.device) -> Cut:
-        """Every run cut by :func:`piece_sizes`."""
+    def blocks(cls, run_sizes: Sequence[int], num_pieces: int, device: torch.device, at_home: int | None) -> Cut:
+        """Every run cut by :func:`piece_sizes`; but the run ``at_home``, if any, whose rows need no link, is the last
+        piece, and the others share the pieces before it, so that the last to be computed has no way to go."""
         if num_pieces == 1:
             return cls(None, run_sizes)
-        table = torch.tensor([piece_sizes(size, num_pieces) for size in run_sizes])
+        if at_home is None:
+            table = torch.tensor([piece_sizes(size, num_pieces) for size in run_sizes])
+        else:
+            table = torch.tensor([[*piece_sizes(size, num_pieces - 1), 0] for size in run_sizes])
+            table[at_home] = torch.tensor([0] * (num_pieces - 1) + [run_sizes[at_home]])
         pieces = torch.arange(num_pieces, dtype=torch.int32).repeat(len(run_sizes))
         return cls(pieces.repeat_interleave(table.flatten()).to(device), run_sizes)
 
