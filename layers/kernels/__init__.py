@@ -111,7 +111,17 @@ COMPILED = {
             "scaled_linear": "triton.fp8",
             "scaled_experts_forward": "triton.experts",
         },
-        frozenset(("linear", "project", "grouped_linear", "experts_forward", "scaled_experts_forward", "attend")),
+        frozenset(
+            (
+                "linear",
+                "project",
+                "grouped_linear",
+                "experts_forward",
+                "scaled_experts_forward",
+                "scaled_linear",
+                "attend",
+            )
+        ),
     ),
 }
 
@@ -130,6 +140,8 @@ class Kernels:
             raise ValueError(f"unknown kernel backend {backend!r}; there are 'torch' and {sorted(COMPILED)}")
         if deterministic and backend == "torch":
             raise ValueError("--deterministic needs compiled kernels: float32 on the CPU, with the extra dspark[cpu]")
+        if deterministic and formats and backend != "triton":
+            raise ValueError("--deterministic with --expert-format or --linear-format needs --kernels triton")
         self.backend, self._deterministic, self._formats = backend, deterministic, dict(formats or {})
         self._compiled = COMPILED.get(backend, Backend("", {}, frozenset()))
         self.whole_sums = deterministic and "experts_outer" in self._compiled.modules

@@ -133,7 +133,7 @@ def test_writing_and_collapsing_streams(triton_twins, moved, num_rows, n, width,
 
 
 @pytest.mark.parametrize("scoring", ["sqrtsoftplus", "sigmoid", "softmax"])
-@pytest.mark.parametrize("num_rows,num_experts,top_k", [(0, 4, 2), (1, 1, 1), (5, 3, 3), (9, 24, 6)])
+@pytest.mark.parametrize("num_rows,num_experts,top_k", [(0, 4, 2), (1, 1, 1), (3, 3, 3), (4, 24, 6)])
 def test_routing(triton_twins, moved, num_rows, num_experts, top_k, scoring):
     logits, bias = random(num_rows, num_experts, size=4.0), random(num_experts, seed=1, size=0.3)
     for renormalise in (True, False):
@@ -171,8 +171,8 @@ def expert_weights(num_experts, hidden, width, dtype=torch.float32):
 
 
 @DTYPES
-@pytest.mark.parametrize("elsewhere", [0.0, 0.5, 1.0], ids=["all here", "half elsewhere", "all elsewhere"])
-@pytest.mark.parametrize("num_rows,hidden,width", [(0, 4, 4), (1, 1, 1), (14, 24, 17), (33, 7, 70)])
+@pytest.mark.parametrize("elsewhere", [0.5, 1.0], ids=["half elsewhere", "all elsewhere"])
+@pytest.mark.parametrize("num_rows,hidden,width", [(0, 4, 4), (1, 1, 1), (14, 24, 17), (18, 7, 70)])
 def test_experts(triton_twins, moved, num_rows, hidden, width, elsewhere, dtype):
     made = torch.Generator().manual_seed(num_rows)
     experts = torch.rand(num_rows, 5, generator=made).argsort(dim=1)[:, :3]

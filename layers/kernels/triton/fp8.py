@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ..quantised import BLOCK, FP8, ROW_GROUP, PackedRows, PackedWeight
 from .jit import INTERPRETED, dot, launch, narrow, power
-from .linear import with_inner_contiguous
+from .linear import ROW_BY_ROW_BLOCK, with_inner_contiguous
 
 BLOCK_N = 128
 
@@ -76,7 +76,7 @@ def _scaled_product(
     tl.store(to, narrow(acc, out.dtype.element_ty), mask=keep)
 
 
-def bind_scaled_linear(weight: PackedWeight) -> Callable[[torch.Tensor], torch.Tensor]:
+def bind_scaled_linear(weight: PackedWeight, row_by_row: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
     """See :func:`..quantised.scaled_linear`."""
     pack, values = bind_pack_rows(), weight.values.view(torch.uint8).t().contiguous().view(FP8)
     num_out, num_in = values.shape
@@ -84,7 +84,7 @@ def bind_scaled_linear(weight: PackedWeight) -> Callable[[torch.Tensor], torch.T
     def scaled_linear(x: torch.Tensor) -> torch.Tensor:
         rows, num_rows = pack(x), x.shape[0]
         out = torch.empty((num_rows, num_out), dtype=x.dtype, device=x.device)
-        block_m = min(power(num_rows, 16), 128)
+        block_m = ROW_BY_ROW_BLOCK if row_by_row else min(power(num_rows, 16), 128)
         launch(
             _scaled_product, (triton.cdiv(num_out, BLOCK_N), triton.cdiv(num_rows, block_m)),
             *rows, values, weight.scales, out, num_rows, num_in, num_out, rows.scales.shape[1], weight.scales.shape[1],

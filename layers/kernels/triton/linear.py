@@ -1,8 +1,8 @@
 """Products of rows with weights. Legend: T rows, G groups, S slices of the inner axis.
 
 With few rows a product is the reading of its weight: tiles of few rows and many columns, and the inner axis cut into S
-slices so that every multiprocessor reads. A second kernel adds the slices' sums in order. With many rows the vendor's
-library is at least as good, so it takes over, unless rows must not know each other.
+slices so that every multiprocessor reads. A second kernel adds the slices' sums in order. With many rows the
+vendor's library takes over, unless rows must not know each other.
 """
 
 from __future__ import annotations
