@@ -195,7 +195,7 @@ class Slurm:
         words = self.run("scontrol", "show", "job", number, "-o").stdout.split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def wait(self, number: str, seconds: float = 300) -> dict[str, str]:
+    def wait(self, number: str, seconds: float = 500) -> dict[str, str]:
         """The same once the job has ended."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:

@@ -130,8 +130,9 @@ class _Checker(ast.NodeVisitor):
             self.report(node, f"{called}()")
         if called == "torch.load" and keywords.get("weights_only") != "True":
             self.report(node, "torch.load without weights_only=True")
-        if keywords.get("allow_pickle", "False") != "False":
-            self.report(node, "allow_pickle")
+        for name in ("allow_pickle", "trust_remote_code"):
+            if keywords.get(name, "False") != "False":
+                self.report(node, name)
         self.generic_visit(node)
 
     def forbidden_name(self, node, name):
@@ -185,6 +186,7 @@ def test_every_library_file_keeps_the_rules():
         ("runtime/engine.py", "torch.load(f, weights_only=False)", "weights_only"),
         ("runtime/engine.py", "from torch import load", "weights_only"),
         ("eplb/files.py", "np.load(f, allow_pickle=True)", "allow_pickle"),
+        ("runtime/a.py", "AutoModel.from_pretrained(f, trust_remote_code=True)", "trust_remote_code"),
         ("runtime/engine.py", "eval(text)", "eval()"),
     ],
 )

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ...eplb.files.safe import replacing
+
 
 class SpsTable(Protocol):
     """A measured cost curve."""
@@ -149,7 +151,8 @@ def load_table(path: str | Path) -> SpsTable:
 def save_table(path: str | Path, table: SpsTable, measured: dict[str, Any] | None = None) -> None:
     """Write a table, with ``measured`` (layout, device, method) beside it under that key."""
     data = table.to_json() | ({"measured": measured} if measured else {})
-    Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    with replacing(Path(path)) as part:
+        part.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
 def fit_staircase(rows: Sequence[int], seconds: Sequence[float]) -> StaircaseTable:

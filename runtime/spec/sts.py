@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from ...eplb.files.safe import replacing
 from .confidence import conditional, survival
 from .reliability import auroc, brier, ece, reliability
 
@@ -84,7 +85,8 @@ class StsFit:
 
     def save(self, path: str | Path) -> None:
         """Write the file that :func:`load_temperatures` reads."""
-        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+        with replacing(Path(path)) as part:
+            part.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
 
 
 def fit(samples: CalibrationSamples, dataset: str = "", grid: np.ndarray = GRID, num_bins: int = NUM_BINS) -> StsFit:

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...comm.collectives import all_reduce
+from ...eplb.files.safe import replacing
 from ...parallel.groups import Group
 from .batches import Batch, build_batch, counter_seed, draw_sequences
 from .hidden_cache import HiddenData
@@ -228,7 +229,8 @@ class Trainer:
         if self.is_first and path.is_file():
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
             kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= self.step]
-            path.write_text("".join(kept), encoding="utf-8")
+            with replacing(path) as part:
+                part.write_text("".join(kept), encoding="utf-8")
 
 
 def run_identity(options: TrainOptions, *facts: object) -> str:
