@@ -24,12 +24,12 @@ MOST_BYTES = 2 << 30
 def check_size(path: pathlib.Path, most: int = MOST_BYTES) -> None:
     """Refuse a file above ``most`` bytes, packed or unpacked."""
     size = path.stat().st_size
-    if zipfile.is_zipfile(path):
-        try:
+    try:
+        if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
                 size = max(size, sum(entry.file_size for entry in archive.infolist()))
-        except (zipfile.BadZipFile, NotImplementedError, struct.error) as error:
-            raise ValueError(f"{path} is a broken archive: {error}") from error
+    except (zipfile.BadZipFile, NotImplementedError, struct.error) as error:
+        raise ValueError(f"{path} is a broken archive: {error}") from error
     if size > most:
         raise ValueError(f"{path} holds {size} bytes, more than the {most} that are read")
 
