@@ -40,8 +40,9 @@ def read_npz(path: pathlib.Path, most: int = MOST_BYTES) -> dict[str, np.ndarray
     try:
         with np.load(path, allow_pickle=False) as archive:
             return {name: archive[name] for name in archive.files}
-    except (ValueError, zipfile.BadZipFile, EOFError, KeyError) as error:
-        raise ValueError(f"{path} is no npz of plain arrays: {error}") from error
+    except Exception as error:
+        # numpy and zipfile raise many kinds here (BadZipFile, EOFError, NotImplementedError, SyntaxError, TokenError).
+        raise ValueError(f"{path} is no npz of plain arrays: {type(error).__name__}: {error}") from error
 
 
 def read_text(path: pathlib.Path, most: int = MOST_BYTES) -> str:
