@@ -82,14 +82,25 @@ head_is_cut_off() {
     [ "$status" -ne 0 ] && [ "${answer%refused*}" = "$answer" ]
 }
 
+# Passes the signal $1 on to the process $2, or in a batch job to its tasks: srun would answer SIGTERM by killing them.
+forward() {
+    if [ -n "${SLURM_JOB_ID:-}" ] && [ "$3" = srun ]; then
+        scancel --signal="$1" "$SLURM_JOB_ID"
+    else
+        kill -"$1" "$2" 2>/dev/null
+    fi
+}
+
 # Runs $@ in the background until it ends, passing SIGTERM and SIGINT on to it; returns its status. An agent whose
 # ranks have all ended would wait long for a head that is gone, so it is ended.
 supervise() {
     local pid status=0 idle=0 had_ranks=""
     "$@" &
     pid=$!
-    trap 'kill -TERM "$pid" 2>/dev/null' TERM
-    trap 'kill -INT "$pid" 2>/dev/null; interrupted=yes' INT
+    # shellcheck disable=SC2064 # what is known now
+    trap "forward TERM $pid $1 || true" TERM
+    # shellcheck disable=SC2064
+    trap "forward INT $pid $1 || true; interrupted=yes" INT
     while kill -0 "$pid" 2>/dev/null; do
         sleep 1 &
         wait $! || true
