@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..draft import FROM_FOLDER, draft_config, drafter_class, own_draft
+from ..draft import draft_config, drafter_class, own_draft
 from ..draft.files import DraftFiles
 from ..model_config import Config, load_model_config
 
@@ -61,7 +61,10 @@ def _new_label(label: str, specs: Sequence[DraftSpec]) -> str:
 def is_draft_folder(config: Config, folder: str) -> bool:
     """Whether ``folder`` holds a draft by itself, and not the target once more with a draft of its own."""
     found = DraftFiles(config, pathlib.Path(folder)).format
-    return found in FROM_FOLDER and (found != "model" or target_only(load_model_config(folder)) != target_only(config))
+    if found != "model":
+        return True
+    other = load_model_config(folder)
+    return own_draft(other) == "none" and target_only(other) != target_only(config)
 
 
 def target_only(config: Config) -> tuple[object, ...]:
