@@ -19,12 +19,13 @@ OPTIONS = {
     "num_redundant_draft_experts": 8,
     "eplb_interval": 4,
     "eplb_layers_per_step": 2,
+    "overlap_min_rows": 1,
 }
 LAYOUTS = [
-    ("standard", Topology(tp=4, dp=2, ep=2)),
-    ("normal", Topology(tp=4, dp=2, ep=4, nodes=(0, 0, 1, 1))),
-    ("low_latency", Topology(tp=4, ep=4)),
-    ("standard", Topology(tp=4, pp=2, ep=4)),
+    ("standard", "none", Topology(tp=4, dp=2, ep=2)),
+    ("normal", "tbo", Topology(tp=4, dp=2, ep=4, nodes=(0, 0, 1, 1))),
+    ("low_latency", "sbo", Topology(tp=4, ep=4)),
+    ("standard", "none", Topology(tp=4, pp=2, ep=4)),
 ]
 
 
@@ -82,8 +83,8 @@ def planned_bytes(one, moved):
     one.planner = plan
 
 
-def rebalanced(rank, world, placed, dispatcher, topology):
-    engine = placed.make_engine(topology, rank, dispatcher=dispatcher, **OPTIONS)
+def rebalanced(rank, world, placed, dispatcher, overlap, topology):
+    engine = placed.make_engine(topology, rank, dispatcher=dispatcher, overlap=overlap, **OPTIONS)
     moved, before = [], [one.live.slots for one in balancers(engine)]
     for one in balancers(engine):
         planned_bytes(one, moved)
@@ -98,9 +99,9 @@ def rebalanced(rank, world, placed, dispatcher, topology):
     return ids, checked_weights(engine), planned, actual
 
 
-@pytest.mark.parametrize(("dispatcher", "topology"), LAYOUTS, ids=lambda value: getattr(value, "sizes", value))
-def test_tokens_bytes_and_weights(run_ranks, placed, reference, dispatcher, topology):
-    found = run_ranks(rebalanced, topology.world, placed, dispatcher, topology, timeout=180)
+@pytest.mark.parametrize(("dispatcher", "overlap", "topology"), LAYOUTS, ids=str)
+def test_tokens_bytes_and_weights(run_ranks, placed, reference, dispatcher, overlap, topology):
+    found = run_ranks(rebalanced, topology.world, placed, dispatcher, overlap, topology, timeout=180)
     assert all(ids == reference for ids, *_ in found)
     assert all(compared > 0 for _, compared, *_ in found)
     planned, actual = ([sum(column) for column in zip(*(one[at] for one in found))] for at in (2, 3))
