@@ -12,6 +12,7 @@ from dspark.runtime.load import cache_layout
 from dspark.runtime.model_config import load_model_config
 from dspark.runtime.models import family
 from dspark.runtime.step import Span, build_step
+from dspark.runtime.verbs.check import check as check_folder
 
 CPU = torch.device("cpu")
 TOLERANCE = 2e-4
@@ -75,3 +76,14 @@ def test_several_ranks(case, world, hf_checkpoint, run_ranks):
     folder, ids, logits = hf_checkpoint(case)
     for found in run_ranks(run, world, folder, ids, logits, ["one step", "chunks"]):
         check(found)
+
+
+@pytest.mark.parametrize(
+    "case, numbers",
+    [("qwen3_gqa", 3 * 2 * 2 * 8), ("qwen3_mqa_sliding", 2 * 2 * 8), ("deepseek_v3", 3 * (16 + 8))]
+    + [("deepseek_v32", 3 * (16 + 8 + 16))],
+)
+def test_check_prints_what_the_kind_promises(case, numbers, hf_checkpoint):
+    """Per token: keys and values of the key heads that are not in sliding layers, or latents and index keys."""
+    report = check_folder(hf_checkpoint(case)[0], Topology(), 4, 1, 64)
+    assert report["ok"] and report["memory"]["cache_per_token"] == 4 * numbers
