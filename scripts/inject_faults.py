@@ -171,6 +171,10 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def _num_lines(path: pathlib.Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
 def until(condition: Callable[[], object], what: str) -> None:
     """Wait for ``condition``."""
     deadline = time.monotonic() + LIMIT
@@ -190,7 +194,8 @@ def experiment(launcher: str, fault: str, expected: dict[str, list[int]], resume
             out.symlink_to("/dev/full")
         with start(folder) as job:
             if FAULTS[fault] is not None:
-                until(lambda: out.exists() and out.read_bytes().count(b"\n") >= 2, "two results")
+                until(lambda: job.status() is not None or _num_lines(out) >= 2, "two results")
+                assert job.status() is None, f"ended by itself: {job.text()[-200:]}"
                 pids = pids_of(job.text())
                 FAULTS[fault](job, pids)
             begun = time.monotonic()
