@@ -75,6 +75,13 @@ class Drafted(NamedTuple):
         return Drafted(drafts, lens, probs, self.confidence, self.proposed)
 
 
+# by whether it is done on a device, and whether blocks are judged jointly
+VERIFY = (
+    (verify_tokens, verify_blocks),
+    (device_verify.verify_tokens, device_verify.verify_blocks),
+)
+
+
 class Decider:
     """Decides for all ranks. ``temperatures`` [γ] calibrate confidences; ``joint`` judges blocks jointly,
     ``on_device`` where the logits are instead of on the host."""
@@ -89,7 +96,7 @@ class Decider:
     ) -> None:
         self._gamma, self.policy, self._temperatures = gamma, policy, temperatures
         self.recorder: Recorder | None = None
-        self._joint, self._on_device = joint, on_device
+        self._verify, self._on_device = VERIFY[on_device][joint], on_device
 
     def noise(self, states: Sequence[RequestState]) -> DraftNoise:
         """How drafts are drawn: at the requests' own temperatures."""
@@ -147,12 +154,10 @@ class Decider:
         coins = _block_uniforms(states, self._gamma, Purpose.ACCEPT)
         final = _block_uniforms(states, 1, Purpose.TARGET)[:, 0]
         if not self._on_device:
-            verify = verify_blocks if self._joint else verify_tokens
-            return verify(rows, probs.cpu().numpy(), drafted.drafts, coins, final, drafted.probs)
+            return self._verify(rows, probs.cpu().numpy(), drafted.drafts, coins, final, drafted.probs)
         laws = None if drafted.probs is None else torch.from_numpy(drafted.probs).to(device)
-        verify = device_verify.verify_blocks if self._joint else device_verify.verify_tokens
         chances = (torch.from_numpy(numbers).to(device) for numbers in (coins, final))
-        return Verdict.from_tensor(verify(places, probs, drafts, *chances, laws))
+        return Verdict.from_tensor(self._verify(places, probs, drafts, *chances, laws))
 
     def logprobs(
         self,

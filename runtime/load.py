@@ -126,7 +126,7 @@ def dispatch_options(config: EngineConfig, topology: Topology, verified: int, dr
 def draft_rows(draft: type[Drafter], settings: Config | DraftFiles, max_verify: int) -> int:
     """Rows of a draft's rings beyond its window.
 
-    A block is stored as wide as it was trained, and the rows before the one that follows it must survive that.
+    A block may be stored as wide as it was trained, and the rows before the one that follows it must survive that.
     """
     return 2 * (1 + max(max_verify - 1, draft.max_gamma(settings)))
 

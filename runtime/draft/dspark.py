@@ -1,11 +1,11 @@
 """The DSpark draft of a V4 checkpoint: a parallel block through a few stages, then a light sequential head.
 
-Legend: R requests, γ drafts a block, b rows a block was trained with (γ <= b), T rows of a target step, n streams,
+Legend: R requests, γ drafts a block (at most as many as it was trained with), T rows of a target step, n streams,
 D hidden width, V vocabulary, P position of a request's anchor.
 
 Context: for every position the target has passed, the tapped layers' stream means go through ``main_proj`` and
-``main_norm`` once; each stage keeps its rotated key of that in a ring by position. Block: the anchor and b - 1 masks at
-P .. P + b - 1 run through the stages (V4 layers of the sliding kind), where every row sees the window before P and the
+``main_norm`` once; each stage keeps its rotated key of that in a ring by position. Block: the anchor and γ - 1 masks at
+P .. P + γ - 1 run through the stages (V4 layers of the sliding kind), where every row sees the window before P and the
 whole block. The head that turns streams into logits and the embedding are the target's. Then the Markov head draws the
 tokens one after the other, and the confidence head says how likely each is to survive.
 """
@@ -156,7 +156,7 @@ class DSparkDrafter:
     def forward(self, requests: DraftRequests) -> tuple[torch.Tensor, torch.Tensor]:
         """The block's states before the final norm [R, γ, D] and its base logits [R, γ, V], row k for draft k + 1."""
         num_requests, skipped = len(requests.slots), 0 if self._draft.sample_from_anchor else 1
-        width = self._draft.block_size + skipped
+        width = self.gamma + skipped
         rows = np.empty((5, num_requests * width), np.int64)
         starts = np.repeat(np.array(requests.starts, np.int64), width)
         rows[0] = starts + np.tile(np.arange(width), num_requests)

@@ -2,7 +2,9 @@
 
 import pytest
 from dspark.runtime.checkpoint import bundled_model
+from dspark.runtime.decide import Decider
 from dspark.runtime.request import Request, SamplingParams
+from dspark.runtime.spec.schedule import StaticPolicy
 
 
 @pytest.mark.parametrize("joint", [False, True], ids=["by token", "by block"])
@@ -11,7 +13,7 @@ def test_same_tokens(drafted, temperatures, joint):
     loaded, results = drafted.alone(bundled_model()), []
     for on_device in (False, True):
         engine = loaded.engine(loaded.own)
-        engine._decider._on_device, engine._decider._joint = on_device, joint
+        engine._decider = Decider(engine.drafter.gamma, StaticPolicy(), joint=joint, on_device=on_device)
         requests = []
         for i, temperature in enumerate(temperatures):
             params = SamplingParams(max_new_tokens=24, temperature=temperature, ignore_eos=True)

@@ -1,6 +1,7 @@
 """The examples in README and docs run, and print what the README says."""
 
 import pathlib
+import re
 
 import pytest
 
@@ -34,9 +35,17 @@ def test_the_usage_example_runs(capsys):
     assert lines[0].startswith("0 length (") and lines[1].startswith("1 ")
 
 
-@pytest.mark.parametrize("path", ["README.md", "docs/usage.md"])
-def test_files_and_flags_that_are_named_exist(path):
+PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_files_that_are_named_exist(path):
     text = (ROOT / path).read_text()
-    for name in ("scripts/demo.sh", "scripts/test.sh", "docs/usage.md", "LICENSE"):
-        if name in text:
-            assert (ROOT / name).is_file()
+    named = set(re.findall(r"`((?:docs|scripts|comm|layers|parallel|eplb|runtime|tests)/[\w./-]+\.\w+)`", text))
+    missing = sorted(name for name in named if not (ROOT / name).exists())
+    assert not missing
+
+
+def test_every_page_is_named_in_the_readme():
+    text = (ROOT / "README.md").read_text()
+    assert [page for page in PAGES[1:] if page not in text] == []
