@@ -239,9 +239,7 @@ class EngineConfig:
         _ = self.expected_share
         if self.cache_pages is not None and self.cache_bytes is not None:
             raise ValueError("--cache-pages and --cache-bytes both size the cache; give one of them")
-        if self.prefix_pages is not None and not self.prefix_cache:
-            raise ValueError(f"--prefix-pages {self.prefix_pages} keeps nothing without --prefix-cache")
-        _ = dispatcher_class(self.dispatcher, "torch" if self.dispatch_backend == "auto" else self.dispatch_backend)
+        _check_effect(self)
         return self
 
 
@@ -283,6 +281,22 @@ def resolve(
         draft=draft,
         dispatch_backend="torch" if config.dispatch_backend == "auto" else config.dispatch_backend,
     )
+
+
+def _check_effect(config: EngineConfig) -> None:
+    """Raise ``ValueError`` for options that would silently do nothing beside the others."""
+    if config.prefix_pages is not None and not config.prefix_cache:
+        raise ValueError(f"--prefix-pages {config.prefix_pages} keeps nothing without --prefix-cache")
+    backend = "torch" if config.dispatch_backend == "auto" else config.dispatch_backend
+    kind, chosen = dispatcher_class(config.dispatcher, backend), f"the dispatcher {config.dispatcher} of {backend}"
+    if config.max_tokens_per_rank is not None and not any(kind.limits):
+        raise ValueError(f"--max-tokens-per-rank {config.max_tokens_per_rank}: {chosen} has no fixed buffers")
+    if config.fp8_dispatch and not kind.sends_fp8:
+        raise ValueError(f"--fp8-dispatch: {chosen} sends no 8-bit floats")
+    for name in ("eplb_threshold", "eplb_target", "eplb_max_moves", "eplb_layers_per_step"):
+        value = getattr(config, name)
+        if config.eplb_interval is None and value != getattr(EngineConfig, name):
+            raise ValueError(f"{_flag(name)} {value} changes nothing without --eplb-interval")
 
 
 def _check_no_draft_options(config: EngineConfig) -> None:

@@ -46,7 +46,8 @@ def requests_from_file(path: str | pathlib.Path, base: SamplingParams, encode: E
 
     A ``domain`` is allowed and not read here: prompt sets carry it for whoever reports by domain.
 
-    Without an ``id`` it is the number of the request, from 0. Fields a line does not give come from ``base``.
+    Without an ``id`` it is the number of the request, from 0; a line that repeats an id is refused, as ``id#number``.
+    Fields a line does not give come from ``base``.
     Raises ``ValueError`` for a file that is too large or empty, ``OSError`` for one that cannot be opened.
     """
     return _collect(((line, f"{path} line {number}") for number, line in _lines(path)), base, encode)
@@ -66,6 +67,8 @@ def _collect(items: Iterable[tuple[dict[str, Any] | str, str]], base: SamplingPa
                 raise ValueError(f"the id {request_id!r} was used before")
             requests.append(_request(fields, request_id, arrival, base, encode))
         except ValueError as error:
+            while request_id in seen:  # every result has an id of its own, which --resume knows it by
+                request_id += f"#{arrival}"
             refused.append(refused_output(request_id, f"{where}: {error}"))
         seen[request_id] = None
     return Inputs(tuple(requests), tuple(refused), tuple(seen))

@@ -85,13 +85,20 @@ def load_engine(
         left = min(row[0] for row in all_gather_ints([left], groups.world, device))
         config = dataclasses.replace(config, cache_bytes=max(left, 1))
     cache = make_cache(model_config, config, device, max_verify, groups.pp, groups.attn_tp.size)
-    graphs = None
-    has_graphs = config.graphs and kernels.backend == "triton" and device.type == "cuda" and groups.world.size == 1
-    if has_graphs and model_config.model_type == "deepseek_v4":
-        graphs = Graphs(model, cache, groups, config.max_context, record_on_cuda)
     layers = (model.expert_layers, drafter.expert_layers)
     keeper = make_keeper(config, groups, links, placements, layers)
+    graphs = None
+    if kernels.backend == "triton" and device.type == "cuda" and fits_graphs(config, groups.world.size, model_config):
+        graphs = Graphs(model, cache, groups, config.max_context, record_on_cuda)
     return Engine(model, drafter, cache, groups, config, text, graphs, keeper)
+
+
+def fits_graphs(config: EngineConfig, num_ranks: int, model_config: Config) -> bool:
+    """Whether small steps may be CUDA graphs: all work is on one GPU, nothing waits for the host as rows that travel
+    do, and no pick is counted, since rows that fill up a graph would be, too."""
+    counts = config.eplb_interval is not None or config.eplb_record is not None
+    alone = num_ranks == 1 and not config.all_to_all
+    return config.graphs and alone and not counts and model_config.model_type == "deepseek_v4"
 
 
 def left_for_cache(free: int, total: int, share: float) -> int:

@@ -18,6 +18,7 @@ class Auto:
     all_to_all: ClassVar[bool] = True
     kinds: ClassVar[tuple[type[Dispatcher], type[Dispatcher]]] = (Normal, LowLatency)
     limits: ClassVar[tuple[bool, bool]] = (Normal.limits[0], LowLatency.limits[1])
+    sends_fp8: ClassVar[bool] = True
 
     def __init__(
         self, groups: Groups, sizes: DispatchSizes, members: tuple[Dispatcher, Dispatcher] | None = None

@@ -88,6 +88,9 @@ class Dispatcher(Protocol):
     limits: ClassVar[tuple[bool, bool]]
     """Whether ``max_tokens_per_rank`` bounds steps with prefill, and those without."""
 
+    sends_fp8: ClassVar[bool]
+    """Whether ``fp8`` changes anything."""
+
     def __init__(self, groups: Groups, sizes: DispatchSizes) -> None:
         """Raises ``ValueError`` for groups or sizes that it cannot serve, the same on every rank."""
         ...

@@ -108,6 +108,7 @@ class Normal:
 
     all_to_all: ClassVar[bool] = True
     limits: ClassVar[tuple[bool, bool]] = (False, False)
+    sends_fp8: ClassVar[bool] = False
 
     def __init__(self, groups: Groups, sizes: DispatchSizes, buffer: SharedBuffer | None = None) -> None:
         self._groups, self._sizes, self._order = groups, sizes, Order()
@@ -167,6 +168,7 @@ class LowLatency:
 
     all_to_all: ClassVar[bool] = True
     limits: ClassVar[tuple[bool, bool]] = (True, True)
+    sends_fp8: ClassVar[bool] = True
 
     def __init__(self, groups: Groups, sizes: DispatchSizes, buffer: SharedBuffer | None = None) -> None:
         self._groups, self._sizes, self._order = groups, sizes, Order()

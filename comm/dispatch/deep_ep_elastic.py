@@ -21,6 +21,7 @@ class Elastic:
 
     all_to_all: ClassVar[bool] = True
     limits: ClassVar[tuple[bool, bool]] = (True, True)
+    sends_fp8: ClassVar[bool] = False
 
     def __init__(self, groups: Groups, sizes: DispatchSizes, library: Any = None) -> None:
         self._groups, self._sizes, self._order = groups, sizes, Order()

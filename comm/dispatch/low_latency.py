@@ -45,6 +45,7 @@ class LowLatency:
 
     all_to_all: ClassVar[bool] = True
     limits: ClassVar[tuple[bool, bool]] = (True, True)
+    sends_fp8: ClassVar[bool] = True
 
     def __init__(self, groups: Groups, sizes: DispatchSizes, buffers: Buffers | None = None) -> None:
         self._groups, self._sizes, self._group = groups, sizes, groups.moe_ep

@@ -57,6 +57,7 @@ class Normal:
 
     all_to_all: ClassVar[bool] = True
     limits: ClassVar[tuple[bool, bool]] = (False, False)
+    sends_fp8: ClassVar[bool] = False
 
     def __init__(self, groups: Groups, sizes: DispatchSizes) -> None:
         self._groups, self._sizes = groups, sizes

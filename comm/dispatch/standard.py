@@ -24,6 +24,7 @@ class Standard:
 
     all_to_all: ClassVar[bool] = False
     limits: ClassVar[tuple[bool, bool]] = (False, False)
+    sends_fp8: ClassVar[bool] = False
 
     def __init__(self, groups: Groups, sizes: DispatchSizes) -> None:
         self._groups, self._sizes = groups, sizes

@@ -27,6 +27,27 @@ def test_rows_of_every_layout():
     assert limit(dispatcher="low_latency", chunk_size=1 << 20, max_context=8) == 120
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_tokens_per_rank": 9}, "--max-tokens-per-rank 9: the dispatcher standard of torch has no fixed buffers"),
+        ({"dispatcher": "normal", "max_tokens_per_rank": 9}, "dispatcher normal of torch has no fixed buffers"),
+        ({"dispatcher": "normal", "fp8_dispatch": True}, "--fp8-dispatch: the dispatcher normal of torch"),
+        (
+            {"dispatcher": "auto", "dispatch_backend": "deep_ep_elastic", "fp8_dispatch": True},
+            "--fp8-dispatch: the dispatcher auto of deep_ep_elastic sends no 8-bit floats",
+        ),
+    ],
+)
+def test_options_that_a_dispatcher_has_no_use_for(options, words):
+    with pytest.raises(ValueError, match=words):
+        EngineConfig(**options).validate()
+    used = {"max_tokens_per_rank": 9, "fp8_dispatch": True}
+    for backend in ("torch", "deep_ep"):
+        for name in ("low_latency", "auto"):
+            EngineConfig(dispatcher=name, dispatch_backend=backend, **used).validate()
+
+
 def test_a_limit_below_that_is_refused():
     assert limit(dispatcher="auto", max_tokens_per_rank=80) == 80
     with pytest.raises(ValueError, match="is 79, but a step may have 80 rows on a rank: --max-running 10 .* of 8 rows"):

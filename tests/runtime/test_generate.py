@@ -136,8 +136,8 @@ def test_an_id_used_twice_is_refused(tmp_path, capsys):
     source.write_text('{"id": 1, "prompt": "x", "max_new_tokens": 1}\n\n{"id": "1", "prompt": "y"}\n')
     assert main(["generate", "--input", str(source), "--json"]) == 0
     outputs = json.loads(capsys.readouterr().out)["outputs"]
-    assert [o["finish_reason"] for o in outputs] == ["error", "length"]
-    assert "line 3: the id '1' was used before" in outputs[0]["error"]
+    assert [(o["id"], o["finish_reason"]) for o in outputs] == [("1", "length"), ("1#1", "error")]
+    assert "line 3: the id '1' was used before" in outputs[1]["error"]
 
 
 def test_ids_of_any_text_and_none_that_is_no_text(generate):

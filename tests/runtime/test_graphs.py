@@ -10,7 +10,7 @@ from dspark.runtime.cache import Cache
 from dspark.runtime.checkpoint import CheckpointReader, bundled_model
 from dspark.runtime.engine_config import EngineConfig
 from dspark.runtime.graphs import Graphs
-from dspark.runtime.load import make_cache
+from dspark.runtime.load import fits_graphs, make_cache
 from dspark.runtime.model_config import load_model_config
 from dspark.runtime.models.base import ModelOutput
 from dspark.runtime.models.deepseek_v4 import DeepseekV4
@@ -73,3 +73,16 @@ def test_padded_steps_give_the_same_logits_and_the_same_cache():
     for before, after in zip(caches[0].layers, caches[1].layers):
         for one, other in zip(before[:2], after[:2]):
             torch.testing.assert_close(other, one, rtol=2e-4, atol=2e-4)
+
+
+def test_what_no_graph_can_hold():
+    config = load_model_config(bundled_model())
+    assert fits_graphs(EngineConfig(num_redundant_experts=2), 1, config)
+    assert not fits_graphs(EngineConfig(), 2, config)
+    for options in (
+        {"graphs": False},
+        {"dispatcher": "normal"},  # the host waits for numbers of rows
+        {"eplb_record": "loads.npz"},  # rows that fill up a step would be counted
+        {"eplb_interval": 8},
+    ):
+        assert not fits_graphs(EngineConfig(**options), 1, config)

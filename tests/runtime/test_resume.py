@@ -52,6 +52,18 @@ def test_nothing_left_and_nothing_there(files):
     assert results(files[1]) == results(files[1]) and b"anything" not in files[1].read_bytes()
 
 
+def test_lines_that_repeat_an_id_or_have_none_do_not_stand_in_the_way(files, capfd):
+    with files[0].open("a") as source:  # beside an id that is the number of a line without one
+        source.write('{"id": "r0", "prompt": "x"}\n{"id": "9", "prompt": "x", "max_new_tokens": 2}\nno json\n')
+    assert generate(files) == 0
+    lines, whole = files[1].read_bytes().splitlines(keepends=True), results(files[1])
+    assert {"r0", "r0#7", "9", "9#9"} <= set(whole) and len(whole) == len(PROMPTS) + 4
+    for kept in (4, len(lines)):
+        files[1].write_bytes(b"".join(lines[:kept]))
+        assert generate(files, "--resume") == 0
+        assert results(files[1]) == whole
+
+
 @pytest.mark.parametrize(
     "content, words",
     [

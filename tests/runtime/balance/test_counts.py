@@ -83,6 +83,8 @@ def test_maps_that_do_not_fit(placed, tmp_path):
         ({"eplb_record": "loads.json"}, "--eplb-record is 'loads.json'; loads are recorded as .npz"),
         ({"eplb_interval": 0}, "--eplb-interval is 0"),
         ({"eplb_threshold": 1.5}, "--eplb-threshold is 1.5"),
+        ({"eplb_target": 0.9}, "--eplb-target 0.9 changes nothing without --eplb-interval"),
+        ({"eplb_max_moves": 3, "num_redundant_experts": 4}, "--eplb-max-moves 3 changes nothing"),
         ({"deterministic": True, "num_redundant_experts": 4}, "--deterministic shares out experts by columns"),
     ],
 )
