@@ -327,24 +327,15 @@ def _all_to_all_v(
     return Pending(out, work, lambda out: from_wire(out, dtype), keep=wire)
 
 
-def _all_to_all(x: Tensor, group: Group, async_op: bool) -> Pending:
-    op = "all_to_all"
-    _check_rows(op, group, x)
-    sizes = _even_sizes(op, group, x)
-    return _all_to_all_v(op, x, group, sizes, sizes, async_op)
-
-
 def all_to_all(x: Tensor, group: Group) -> Tensor:
     """[W·N, ...] to [W·N, ...]: the r-th run of N rows goes to rank r; received runs are in rank order.
 
     Raises ``ValueError`` when the rows do not divide by the group's size.
     """
-    return _all_to_all(x, group, False).wait()
-
-
-def start_all_to_all(x: Tensor, group: Group) -> Pending:
-    """Asynchronous :func:`all_to_all`."""
-    return _all_to_all(x, group, True)
+    op = "all_to_all"
+    _check_rows(op, group, x)
+    sizes = _even_sizes(op, group, x)
+    return _all_to_all_v(op, x, group, sizes, sizes, False).wait()
 
 
 def all_to_all_v(x: Tensor, group: Group, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Tensor:
@@ -367,29 +358,18 @@ def start_all_to_all_v(
     return _all_to_all_v("all_to_all_v", x, group, send_sizes, recv_sizes, True, buffer)
 
 
-def _broadcast(x: Tensor, group: Group, src: int, async_op: bool) -> Pending:
+def broadcast(x: Tensor, group: Group, src: int = 0) -> Tensor:
+    """``x`` (any shape, equal on all ranks) becomes that of group rank ``src``, in place, and is returned."""
     op = "broadcast"
+    if group.size == 1:
+        return x
     if not 0 <= src < group.size:
         raise _error(op, group, f"source {src} is not one of the ranks 0..{group.size - 1}")
-    if group.size == 1:
-        return Pending(x)
     num_bytes = x.numel() * x.element_size()
     _count_even(op, group, num_bytes, num_bytes if src == group.rank else 0)
     wire = to_wire(x)
-    work = dist.broadcast(wire, group.ranks[src], group.pg, async_op)
-    if x.is_contiguous():
-        return Pending(x, work, keep=wire)
-    return Pending(wire, work, lambda wire: x.copy_(from_wire(wire, x.dtype)))
-
-
-def broadcast(x: Tensor, group: Group, src: int = 0) -> Tensor:
-    """``x`` (any shape, equal on all ranks) becomes that of group rank ``src``, in place, and is returned."""
-    return x if group.size == 1 else _broadcast(x, group, src, False).wait()
-
-
-def start_broadcast(x: Tensor, group: Group, src: int = 0) -> Pending:
-    """Asynchronous :func:`broadcast`."""
-    return _broadcast(x, group, src, True)
+    dist.broadcast(wire, group.ranks[src], group.pg)
+    return x if x.is_contiguous() else x.copy_(from_wire(wire, x.dtype))
 
 
 def barrier(group: Group) -> None:

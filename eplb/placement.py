@@ -106,10 +106,6 @@ class Placement:
         """Mean load of a GPU over the largest, [L]; 1 where there is no load."""
         return balance_of(self.gpu_load(load))
 
-    def node_load(self, load: np.ndarray) -> np.ndarray:
-        """Load of every node, [L, N]."""
-        return self.gpu_load(load).reshape(self.num_layers, self.shape.num_nodes, -1).sum(2)
-
 
 def count_copies(slots: np.ndarray, num_experts: int) -> np.ndarray:
     """Copies of each expert, [L, E] int64, in ``slots`` [L, P]."""

@@ -236,6 +236,8 @@ class EngineConfig:
             path = getattr(self, name)
             if path is not None and not str(path).endswith(".npz"):
                 raise ValueError(f"{_flag(name)} is {str(path)!r}; loads are recorded as .npz")
+        if self.eplb_record is not None and self.eplb_record == self.eplb_draft_record:
+            raise ValueError(f"--eplb-record and --eplb-draft-record are both {self.eplb_record}")
         _ = self.expected_share
         if self.cache_pages is not None and self.cache_bytes is not None:
             raise ValueError("--cache-pages and --cache-bytes both size the cache; give one of them")

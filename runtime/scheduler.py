@@ -144,11 +144,6 @@ class Scheduler:
         """Requests without memory."""
         return len(self._waiting)
 
-    @property
-    def num_running(self) -> int:
-        """Requests with memory."""
-        return len(self._running)
-
     def plan(self, num_flights: int = 1, num_beside: int = 0) -> StepPlan:
         """Lay out the next step from requests that are not in flight, and admit what fits.
 

@@ -14,6 +14,7 @@ from .detokenize import TextTracker
 from .drive import drive
 from .engine import Engine
 from .engine_config import EngineConfig
+from .inputs import check_output
 from .job import Job, MakeTopology
 from .load import load_engine
 from .progress import ProgressFactory, silent
@@ -61,6 +62,11 @@ class Session(Job):
     @classmethod
     def _load(cls, job: Job, links: ExpertLinks, progress: ProgressFactory) -> Session:
         config, process = job.config, job.process
+        if job.is_first:
+            records = {"--eplb-record": config.eplb_record, "--eplb-draft-record": config.eplb_draft_record}
+            for option, path in records.items():
+                if path is not None:
+                    check_output(option, path, ())
         folder = pathlib.Path(config.model)
         text = TextTracker(job.tokenizer) if job.is_first else None
         # A rank reads about its share of the files; what all ranks need comes on top.

@@ -124,9 +124,9 @@ class AttentionPlan(NamedTuple):
     ring: RingRows | None = None
 
     def of_keys(self) -> AttentionPlan:
-        """The plan whose queries are all its key rows; it has no runs."""
+        """The plan whose queries are all its key rows, which every rank has; it has no runs."""
         host = self.host and self.host._replace(queries=self.host.keys)
-        return self._replace(queries=self.keys, host=host, gather=whole, runs=())
+        return self._replace(queries=self.keys, host=host, gather=whole, runs=(), ring=None)
 
 
 def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:

@@ -6,6 +6,7 @@ from dspark.eplb.balance import plan
 from dspark.eplb.files import read_loads, write_map
 from dspark.eplb.loads import read_windows
 from dspark.parallel.topology import Topology
+from dspark.runtime.cli import main
 from dspark.runtime.engine_config import EngineConfig
 
 TOP_K = 2
@@ -77,10 +78,16 @@ def test_maps_that_do_not_fit(placed, tmp_path):
         placed.make_engine(None, 0, draft="none", num_redundant_draft_experts=2)
 
 
+def test_a_record_without_a_place_is_refused_before_weights_are_read(capfd):
+    assert main(["generate", "--prompt", "x", "--eplb-record", "/nowhere/at/all.npz"]) == 2
+    assert "--eplb-record /nowhere/at/all.npz: there is no folder /nowhere/at" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"eplb_record": "loads.json"}, "--eplb-record is 'loads.json'; loads are recorded as .npz"),
+        ({"eplb_record": "x.npz", "eplb_draft_record": "x.npz"}, "--eplb-draft-record are both x.npz"),
         ({"eplb_interval": 0}, "--eplb-interval is 0"),
         ({"eplb_threshold": 1.5}, "--eplb-threshold is 1.5"),
         ({"eplb_target": 0.9}, "--eplb-target 0.9 changes nothing without --eplb-interval"),
