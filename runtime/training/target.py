@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ...parallel.groups import Groups
-from ..engine_config import EngineConfig
+from ..engine_config import EngineConfig, resolve
 from ..load import load_engine
 from ..model_config import ModelConfig
 from ..request import Request, SamplingParams
@@ -50,15 +50,9 @@ class FrozenTarget:
         dtype: str = "float32",
         seed: int = 0,
     ) -> None:
-        self._options = EngineConfig(
-            model=str(folder),
-            device=device.type,
-            max_running=max_running,
-            max_context=max_length,
-            dtype=dtype,
-            seed=seed,
-            draft="none",
-        )
+        options = EngineConfig(max_running=max_running, max_context=max_length, dtype=dtype, seed=seed, draft="none")
+        where = {"model_dir": str(folder), "device_type": device.type}
+        self._options = resolve(options, **where, max_positions=config.max_position_embeddings, own_draft="none")
         self._engine = load_engine(self._options, Groups.single(), device, model_config=config)
         self._config, self._tap_layers, self._feature = config, tap_layers, feature
 
