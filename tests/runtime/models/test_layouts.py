@@ -4,11 +4,13 @@ import pytest
 import torch
 from dspark.parallel.groups import Groups
 from dspark.parallel.topology import Topology
+from dspark.runtime.balance import expert_links
 from dspark.runtime.engine_config import EngineConfig, resolve
 from dspark.runtime.load import load_engine
 from dspark.runtime.request import Request, SamplingParams
 
 NUM_NEW = 10
+HALVES = {"overlap": "tbo", "overlap_min_rows": 1, "prefix_cache": True}
 LAYOUTS = {
     "tp 2": {"tp": 2},
     "dp 2": {"tp": 2, "dp": 2},
@@ -16,8 +18,13 @@ LAYOUTS = {
     "cp 2 zigzag": {"tp": 2, "cp": 2, "cp_split": "zigzag"},
     "cp 2 ring": {"tp": 2, "cp": 2, "cp_keys": "ring"},
     "cp 4 zigzag ring": {"tp": 4, "cp": 4, "cp_split": "zigzag", "cp_keys": "ring"},
+    "cp 2 ring, halves": {"tp": 2, "cp": 2, "cp_keys": "ring", **HALVES},
     "pp 2": {"pp": 2},
     "tp 2 pp 2": {"tp": 2, "pp": 2},
+}
+WITH_EXPERTS = {
+    "ep 2 auto, halves": {"tp": 2, "dp": 2, "ep": 2, "dispatcher": "auto", **HALVES},
+    "ep 2 standard, halves, copies": {"tp": 2, "ep": 2, "num_redundant_experts": 2, "eplb_interval": 2, **HALVES},
 }
 
 
@@ -44,7 +51,7 @@ def continuations(hf_checkpoint):
 
 def decode(rank, world, folder, prompts, layout=None, **options):
     layout = dict(layout or {})
-    options |= {name: layout.pop(name) for name in ("cp_split", "cp_keys") if name in layout}
+    options |= {name: layout.pop(name) for name in [*layout] if name in EngineConfig.__dataclass_fields__}
     groups = Groups.build(Topology(**layout), rank) if world > 1 else Groups.single()
     config = resolve(
         EngineConfig(**{"max_context": 64, "max_running": 2, "chunk_size": 16} | options),
@@ -53,7 +60,7 @@ def decode(rank, world, folder, prompts, layout=None, **options):
         max_positions=1024,
         own_draft="none",
     )
-    engine = load_engine(config, groups, torch.device("cpu"))
+    engine = load_engine(config, groups, torch.device("cpu"), links=expert_links(config, groups))
     for i, prompt in enumerate(prompts):
         engine.add(Request(str(i), tuple(prompt), SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True)))
     tokens = {str(i): [] for i in range(len(prompts))}
@@ -71,9 +78,9 @@ def test_layouts(case, continuations, run_ranks):
         assert got == expected, f"chunks of {chunk_size}"
     chosen = LAYOUTS if case == "qwen3_gqa" else ["dp 2", "cp 2 zigzag", "tp 2 pp 2"]
     if case == "deepseek_v3":
-        chosen.append("cp 4 zigzag ring")
+        chosen += ["cp 4 zigzag ring", *WITH_EXPERTS]
     for name in chosen:
-        layout = LAYOUTS[name]
+        layout = (LAYOUTS | WITH_EXPERTS)[name]
         world = layout.get("tp", 1) * layout.get("pp", 1)
         assert run_ranks(decode, world, folder, prompts, layout)[0] == expected, name
 
