@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 
@@ -181,9 +181,9 @@ class Groups:
         running job. ``timeout`` bounds each collective of the new groups (default: that of the job); they are noted
         in ``journal``. Raises ``ValueError`` when the job has another size or this process another rank.
         """
-        if topology.world == 1:
-            return cls.single(rank)
         journal = Journal() if journal is None else journal
+        if topology.world == 1:
+            return replace(cls.single(rank), journal=journal)
         if not dist.is_initialized():
             raise ValueError(f"a layout of {topology.world} ranks needs a running process group; none was started")
         if dist.get_world_size() != topology.world or dist.get_rank() != rank:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from .environment import LOOPBACK, LaunchInfo, launch_info
 from .journal import Journal
-from .monitor import JobEnded, Monitor
+from .monitor import JobEnded, Monitor, Watchdog
 from .roll_call import AgreedError, Present
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Process:
 
     ``store`` is the job's key-value store under a prefix of this attempt; None in a job of one rank, which has no
     process group either. ``present`` are all ranks as they introduced themselves, ``journal`` is what this one does;
-    ``monitor`` watches over the job, where there is somebody to watch.
+    ``monitor`` watches over the job, where there is somebody to watch; ``watchdog`` over a rank that is alone.
     """
 
     info: LaunchInfo
@@ -74,6 +74,7 @@ class Process:
     store: dist.Store | None = None
     journal: Journal = field(default_factory=Journal)
     monitor: Monitor | None = None
+    watchdog: Watchdog | None = None
 
     @property
     def rank(self) -> int:
@@ -103,6 +104,8 @@ class Process:
             if reason is not None and not isinstance(reason, AgreedError):
                 verdict = self.monitor.fail(reason)
             self.monitor.leave()
+        if self.watchdog is not None:
+            self.watchdog.leave()
         if error is None:
             close()
         if verdict is not None and verdict.rank != self.rank:
@@ -136,7 +139,9 @@ def init(
     if info.world == 1:
         chosen = _choose_device(info, device)
         describe(chosen)
-        return Process(info, chosen, (0,), (Present(socket.gethostname(), os.getpid(), str(chosen)),))
+        alone, journal = Present(socket.gethostname(), os.getpid(), str(chosen)), Journal()
+        watchdog = None if limits.failure_timeout == 0 else Watchdog(journal, limits.watchdog)
+        return Process(info, chosen, (0,), (alone,), journal=journal, watchdog=watchdog)
     fields, chosen, problem = {}, None, None
     try:
         chosen = _choose_device(info, device)

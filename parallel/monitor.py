@@ -179,15 +179,9 @@ class Monitor:
             return self._end(Verdict(1, self._rank, "its guard is gone"))
         for message in messages:
             if message["kind"] == "dump":
-                self._dump()
+                _dump(self._rank, self._journal)
             elif message["kind"] == "end":
                 self._end(Verdict(message["status"], message["rank"], message["text"]))
-
-    def _dump(self) -> None:
-        lines = [f"[{self._rank}] no progress; this rank is at: {self._journal.last()}; its last collectives:"]
-        lines += [f"[{self._rank}]   {entry}" for entry in self._journal.entries()]
-        print("\n".join(lines), file=sys.stderr, flush=True)
-        faulthandler.dump_traceback(sys.__stderr__.fileno(), all_threads=True)
 
     def _end(self, verdict: Verdict) -> None:
         """End this process: by its own work if that waits for the verdict or can be interrupted, else from here."""
@@ -199,6 +193,39 @@ class Monitor:
         if self._is_waiting:
             time.sleep(guard.PATIENCE / 2)
         os._exit(verdict.status)
+
+
+class Watchdog:
+    """The watch over a rank that is alone: nobody misses it, so all there is to notice is a step without progress."""
+
+    def __init__(self, journal: Journal, seconds: float) -> None:
+        self._journal, self._seconds = journal, seconds
+        self._has_left = threading.Event()
+        threading.Thread(target=self._run, name="watchdog", daemon=True).start()
+
+    def leave(self) -> None:
+        """Nothing is watched any more."""
+        self._has_left.set()
+
+    def _run(self) -> None:
+        # Its own ticks are counted, not the clock, so that a job that was suspended can go on.
+        count, still = self._journal.count, 0.0
+        while not self._has_left.wait(guard.INTERVAL):
+            still = still + guard.INTERVAL if self._journal.in_step and self._journal.count == count else 0.0
+            count = self._journal.count
+            if still > self._seconds:
+                _dump(0, self._journal)
+                text = f"no progress in a step for {still:.0f} s, at: {self._journal.last()}; if it is only slow, raise"
+                print(f"dspark: error: {text} --watchdog", file=sys.stderr, flush=True)
+                os._exit(1)
+
+
+def _dump(rank: int, journal: Journal) -> None:
+    """Write what a rank does, its last collectives and the stacks of its threads to stderr."""
+    lines = [f"[{rank}] no progress; this rank is at: {journal.last()}; its last collectives:"]
+    lines += [f"[{rank}]   {entry}" for entry in journal.entries()]
+    print("\n".join(lines), file=sys.stderr, flush=True)
+    faulthandler.dump_traceback(sys.__stderr__.fileno(), all_threads=True)
 
 
 def _is_of_others(error: BaseException) -> bool:

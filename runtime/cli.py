@@ -118,6 +118,9 @@ def _main(rank: int, argv: list[str]) -> int:
     except OutputFailed as error:
         _say(rank, f"dspark: error: {error}")
         return EXIT_FAILED
+    except TimeoutError as error:  # ranks did not meet, so each has to speak for itself
+        print(f"dspark: error: rank {rank}: {error}", file=sys.stderr, flush=True)
+        return EXIT_USAGE
     except (ValueError, OSError) as error:
         _say(rank, f"dspark: error: {' '.join(str(error).split())}")
         return EXIT_USAGE

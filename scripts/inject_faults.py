@@ -29,6 +29,9 @@ from machines import HOSTS_NEED, SLURM_NEEDS, Hosts, Slurm, missing
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 LIMIT = 180.0
 NUM_REQUESTS = 10
+NUM_TOKENS = 48
+# Slurm looks every half minute whether a job's time is over, and the job must not have finished by then.
+NUM_TOKENS_BY_FAULT = {"time limit": 600}
 # SIGUSR2 raises in whatever the rank's main thread is doing, which nearly always is a layer.
 RAISES = """
 import signal
@@ -39,11 +42,13 @@ signal.signal(signal.SIGUSR2, handler)
 
 
 class Started(NamedTuple):
-    """A job under way: has it ended (its status then), what it said, and what can be done to its hosts."""
+    """A job under way: has it ended (its status then), what it said; its hosts, or its Slurm and its number there."""
 
     status: Callable[[], int | None]
     text: Callable[[], str]
     hosts: Hosts | None = None
+    slurm: Slurm | None = None
+    number: str = ""
 
 
 def command(folder: pathlib.Path, *more: str) -> list[str]:
@@ -92,9 +97,11 @@ def on_slurm(kind: str, *options: str) -> Callable[..., contextlib.AbstractConte
                 state = slurm.job(job)
                 if state["JobState"] in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"):
                     return None
-                return int(state["ExitCode"].split(":")[0])
+                code, number = map(int, state["ExitCode"].split(":"))
+                return 128 + number if number else code
 
-            yield Started(status, (folder / "log").read_text)
+            log = folder / "log"
+            yield Started(status, lambda: log.read_text() if log.exists() else "", slurm=slurm, number=job)
 
     return start
 
@@ -119,6 +126,12 @@ LAUNCHERS = {
     "mpirun": (on_mpirun, ("mpirun",)),
 }
 
+ONLY_UNDER = {
+    "link of host 1 down": ("torchrun, 2 hosts",),
+    "scancel": ("Slurm, srun", "Slurm, torchrun"),
+    "time limit": ("Slurm, srun", "Slurm, torchrun"),
+}
+
 
 def send(number: int, rank: int) -> Callable[[Started, list[int]], None]:
     """A fault that is a signal to one rank."""
@@ -139,6 +152,16 @@ def lose_head(job: Started, pids: list[int]) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+def cancel(job: Started, pids: list[int]) -> None:
+    """scancel of the whole job, as a user types it."""
+    job.slurm.run("scancel", job.number)
+
+
+def let_time_run_out(job: Started, pids: list[int]) -> None:
+    """The job gets a time limit that leaves it less than the minute of warning that its script asks for."""
+    job.slurm.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=1")
+
+
 FAULTS: dict[str, Callable[[Started, list[int]], None] | None] = {
     "kill -9 of rank 1": send(signal.SIGKILL, 1),
     "exception in a layer of rank 1": send(signal.SIGUSR2, 1),
@@ -147,14 +170,16 @@ FAULTS: dict[str, Callable[[Started, list[int]], None] | None] = {
     "link of host 1 down": cut_link,
     "head gone": lose_head,
     "disk full": None,
+    "scancel": cancel,
+    "time limit": let_time_run_out,
 }
 
 
 def results(path: pathlib.Path) -> dict[str, list[int]]:
-    """Token ids by request; raises for a line that is torn or there twice."""
+    """The first token ids by request; raises for a line that is torn or there twice."""
     found = [json.loads(line) for line in path.read_text().splitlines()]
     assert len({one["id"] for one in found}) == len(found), "a request is there twice"
-    return {one["id"]: one["token_ids"] for one in found}
+    return {one["id"]: one["token_ids"][:NUM_TOKENS] for one in found}
 
 
 def pids_of(text: str) -> list[int] | None:
@@ -188,29 +213,32 @@ def experiment(launcher: str, fault: str, expected: dict[str, list[int]], resume
     """One row of the table."""
     with tempfile.TemporaryDirectory() as name:
         folder, start = pathlib.Path(name), LAUNCHERS[launcher][0]
-        prepare(folder)
+        prepare(folder, NUM_TOKENS_BY_FAULT.get(fault, NUM_TOKENS))
         out = folder / "out.jsonl"
         if FAULTS[fault] is None:
             out.symlink_to("/dev/full")
         with start(folder) as job:
-            if FAULTS[fault] is not None:
+            if FAULTS[fault] is None:
+                until(lambda: job.status() is not None or "No space left" in job.text(), "a full disk")
+                pids = pids_of(job.text())
+            else:
                 until(lambda: job.status() is not None or _num_lines(out) >= 2, "two results")
                 assert job.status() is None, f"ended by itself: {job.text()[-200:]}"
                 pids = pids_of(job.text())
                 FAULTS[fault](job, pids)
             begun = time.monotonic()
-            if FAULTS[fault] is not None:
-                until(lambda: not any(map(is_running, pids)), "the end of the ranks")
+            until(lambda: not any(map(is_running, pids)), "the end of the ranks")
             ranks = time.monotonic() - begun
             until(lambda: job.status() is not None, "the end")
             seconds, status, text = time.monotonic() - begun, job.status(), job.text()
         left = subprocess.run(["pgrep", "-f", str(out)], capture_output=True, text=True).stdout.split()
-        said = [line for line in text.splitlines() if line.startswith("dspark: ")]
+        texts = [text, *(file.read_text() for file in folder.rglob("*.log"))]  # rank 0 is first, if it could speak
+        said = [line for one in texts for line in one.splitlines() if line.startswith("dspark: ")]
+        checked = "nothing written"
         if FAULTS[fault] is None:
             out.unlink()
-            checked, shown = "nothing written", "-"
         else:
-            found, shown = results(out), f"{ranks:.1f}, {seconds:.1f}"
+            found = results(out)
             assert all(expected[one] == ids for one, ids in found.items()), "a result differs"
             checked = f"{len(found)} of {NUM_REQUESTS} written, right"
         if resume:
@@ -219,14 +247,15 @@ def experiment(launcher: str, fault: str, expected: dict[str, list[int]], resume
                 assert job.status() == 0, job.text()[-2000:]
             assert results(out) == expected, "the rerun did not complete the set"
             checked += "; rerun completes them"
-    words = said[0].removeprefix("dspark: ") if said else "(nothing)"
-    return f"| {fault} | {launcher} | {shown} | {status} | {len(left)} | {checked} | {words} |"
+    words = said[0].removeprefix("dspark: ").replace(f"{name}/", "") if said else "(nothing)"
+    return f"| {fault} | {launcher} | {ranks:.1f}, {seconds:.1f} | {status} | {len(left)} | {checked} | {words} |"
 
 
-def prepare(folder: pathlib.Path) -> None:
+def prepare(folder: pathlib.Path, num_tokens: int) -> None:
     """The requests, and the hook that lets a signal raise."""
-    prompts = [{"id": str(i), "prompt": f"Once upon a time {i}", "max_new_tokens": 48} for i in range(NUM_REQUESTS)]
-    (folder / "in.jsonl").write_text("".join(json.dumps({**one, "ignore_eos": True}) + "\n" for one in prompts))
+    common = {"max_new_tokens": num_tokens, "ignore_eos": True}
+    prompts = [{"id": str(i), "prompt": f"Once upon a time {i}", **common} for i in range(NUM_REQUESTS)]
+    (folder / "in.jsonl").write_text("".join(json.dumps(one) + "\n" for one in prompts))
     (folder / "sitecustomize.py").write_text(RAISES)
     os.environ["PYTHONPATH"] = str(folder)
 
@@ -241,7 +270,7 @@ def main() -> int:
     args = parser.parse_args()
     os.environ["DSPARK_PYTHON"] = sys.executable
     with tempfile.TemporaryDirectory() as name:
-        prepare(pathlib.Path(name))
+        prepare(pathlib.Path(name), NUM_TOKENS)
         line = [sys.executable, "-P", "-m", "dspark.runtime", *command(pathlib.Path(name))]
         line[line.index("--pp") + 1] = "1"
         subprocess.run(line, check=True, capture_output=True)
@@ -254,7 +283,7 @@ def main() -> int:
         for fault in FAULTS:
             if not all(word in f"{launcher} {fault}" for word in args.only.split(",")):
                 continue
-            if reason or (fault.startswith("link") and launcher != "torchrun, 2 hosts"):
+            if reason or launcher not in ONLY_UNDER.get(fault, LAUNCHERS):
                 continue
             try:
                 print(experiment(launcher, fault, expected, not args.no_resume), flush=True)

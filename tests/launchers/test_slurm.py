@@ -6,6 +6,7 @@ import re
 import signal
 import time
 
+import numpy as np
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
@@ -13,8 +14,8 @@ pytestmark = pytest.mark.timeout(600)
 KINDS = {"srun": [], "torchrun": ["--procs", "1"]}
 
 
-def submit(slurm, work, kind, *command):
-    spread = ["--nodes=2", "--ntasks-per-node=1", f"--output={work.log}", "--export=ALL"]
+def submit(slurm, work, kind, *command, export="ALL"):
+    spread = ["--nodes=2", "--ntasks-per-node=1", f"--output={work.log}", f"--export={export}"]
     slurm.environ.update(DSPARK_PYTHON=os.environ["DSPARK_PYTHON"], OMP_NUM_THREADS="1")
     script = [str(ROOT / "scripts" / f"slurm-{kind}.sbatch"), *KINDS[kind], "--logs", str(work.folder / "logs")]
     return slurm.submit(*spread, *script, *command, cwd=ROOT)
@@ -22,10 +23,19 @@ def submit(slurm, work, kind, *command):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_golden_tokens_on_two_nodes(kind, slurm, work):
-    state = slurm.wait(submit(slurm, work, kind, *work.command("--pp", "2")))
+    loads = work.folder / "loads.npz"
+    state = slurm.wait(submit(slurm, work, kind, *work.command("--pp", "2", "--eplb-record", str(loads))))
     assert state["JobState"] == "COMPLETED", work.log.read_text()[-3000:]
     assert "2 ranks on 2 nodes" in work.log.read_text()
     work.check()
+    picks = np.load(loads)["load"].sum(axis=(0, 2))
+    assert picks.min() == picks.max() >= 3 * 16, "the layers of both ranks are in the file"
+
+
+def test_a_contradicting_variable_is_named(slurm, work):
+    state = slurm.wait(submit(slurm, work, "srun", *work.command("--pp", "2"), export="ALL,WORLD_SIZE=3"))
+    assert state["ExitCode"] == "2:0"
+    assert "dspark: error: WORLD_SIZE=3" in work.log.read_text() and "SLURM_NTASKS=2" in work.log.read_text()
 
 
 def running_ranks(work):
@@ -59,10 +69,20 @@ def test_a_killed_task_ends_the_job_and_the_rest_is_resumed(slurm, work):
     work.check()
 
 
-def test_a_cancelled_job_stops_cleanly_with_its_own_status(slurm, work):
+STOPS = {  # how it is asked for, what becomes of the job
+    "a signal to the script": (("scancel", "--signal=TERM", "--batch", "{}"), "FAILED"),
+    "scancel": (("scancel", "{}"), "CANCELLED"),
+    "the end of its time": (("scontrol", "update", "JobId={}", "TimeLimit=1"), "FAILED"),
+}
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_a_job_that_is_stopped_ends_cleanly(name, slurm, work):
+    command, becomes = STOPS[name]
     job = submit(slurm, work, "srun", *work.command("--pp", "2", num_tokens=3000))
     pids = running_ranks(work)
-    slurm.run("scancel", "--signal=TERM", "--batch", job)
+    slurm.run(*(word.format(job) for word in command))
     state = slurm.wait(job)
-    assert state["ExitCode"] == "143:0", work.log.read_text()[-3000:]
+    assert state["JobState"] == becomes, work.log.read_text()[-3000:]
+    assert becomes == "CANCELLED" or state["ExitCode"] == "143:0"
     assert "dspark: interrupted by SIGTERM" in work.log.read_text() and gone(pids)

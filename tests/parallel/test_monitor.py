@@ -113,6 +113,24 @@ def test_a_step_without_progress_is_explained(tmp_path):
     assert "time.sleep" in pathlib.Path(__file__).read_text() and "in <lambda>" in texts[1]
 
 
+ALONE = """
+import time
+from dspark.parallel import launch
+from dspark.parallel.groups import Groups
+from dspark.parallel.topology import Topology
+process = launch.init(launch.LaunchInfo("single"), "cpu", launch.Limits(watchdog=1))
+with Groups.build(Topology(), 0, journal=process.journal).journal.step():
+    time.sleep(600)
+"""
+
+
+def test_a_rank_alone_is_watched_too():
+    done = subprocess.run([sys.executable, "-P", "-c", ALONE], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "[0] no progress; this rank is at: step 1" in done.stderr
+    assert 'File "<string>", line 8 in <module>' in done.stderr, "the stack"
+    assert "dspark: error: no progress in a step for " in done.stderr and "--watchdog" in done.stderr
+
+
 def _no_guard_stays():
     """Whether all orphaned guards are gone soon; they may need a moment after their rank."""
     deadline = time.monotonic() + 10

@@ -27,6 +27,15 @@ def launch(args, world=None, **options):
     return subprocess.run(command, env=CLEAN, capture_output=True, text=True, timeout=120, **options)
 
 
+def test_a_rank_that_finds_no_head_says_so_itself(monkeypatch, capsys):
+    hand = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in {**hand, "GLOO_SOCKET_IFNAME": "lo"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["generate", *PROMPT, "--pp", "2", "--timeout", "1"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("dspark: error: rank 1: ") and "127.0.0.1:1" in line
+
+
 @pytest.mark.parametrize(
     "argv,message",
     [
