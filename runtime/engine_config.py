@@ -169,52 +169,7 @@ class EngineConfig:
 
     def validate(self) -> EngineConfig:
         """Return ``self``; raise ``ValueError`` naming the first option out of range, its value and the range."""
-        for name, allowed in (
-            ("device", DEVICES),
-            ("dtype", DTYPES),
-            ("kernels", KERNELS),
-            ("expert_format", EXPERT_FORMATS),
-            ("linear_format", LINEAR_FORMATS),
-            ("verify", VERIFY_MODES),
-            ("cp_split", CP_SPLITS),
-            ("cp_decode", CP_DECODES),
-            ("cp_keys", CP_KEYS),
-            ("overlap", OVERLAP_MODES),
-            ("dispatcher", DISPATCHERS),
-            ("dispatch_backend", DISPATCH_BACKENDS),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{_flag(name)} is {getattr(self, name)!r}; allowed: {', '.join(allowed)}")
-        for name, low, high in (
-            ("chunk_size", 1, MAX_CHUNK_SIZE),
-            ("mixed_chunk", 1, MAX_CHUNK_SIZE),
-            ("max_running", 1, MAX_RUNNING),
-            ("max_context", 2, None),
-            ("gamma", 1, None),
-            ("cache_pages", 1, None),
-            ("cache_bytes", 1, None),
-            ("prefix_pages", 1, None),
-            ("max_tokens_per_rank", 1, None),
-            ("overlap_min_rows", 1, None),
-            ("seed", 0, (1 << 63) - 1),
-            ("num_redundant_experts", 0, MAX_REDUNDANT),
-            ("num_redundant_draft_experts", 0, MAX_REDUNDANT),
-            ("eplb_interval", 1, None),
-            ("eplb_max_moves", 1, None),
-            ("eplb_layers_per_step", 1, None),
-        ):
-            value = getattr(self, name)
-            if value is None and getattr(EngineConfig, name) is None:
-                continue
-            if type(value) is not int or value < low or (high is not None and value > high):
-                upper = "" if high is None else f" to {high}"
-                raise ValueError(f"{_flag(name)} is {value!r}; allowed: an integer from {low}{upper}")
-        for name in ("graphs", "deterministic", "prefix_cache", "block_verify", "fp8_dispatch"):
-            if type(getattr(self, name)) is not bool:
-                raise ValueError(f"{_flag(name)} is {getattr(self, name)!r}; allowed: true or false")
-        for name in PATHS:
-            if getattr(self, name) == "" or not isinstance(getattr(self, name), (str, os.PathLike, type(None))):
-                raise ValueError(f"{_flag(name)} is {getattr(self, name)!r}; allowed: a path")
+        _check_values(self)
         if self.deterministic and self.places_experts:
             raise ValueError("--deterministic shares out experts by columns: nothing can be placed, counted or moved")
         if self.deterministic and self.dispatcher != "standard":
@@ -283,6 +238,56 @@ def resolve(
         draft=draft,
         dispatch_backend="torch" if config.dispatch_backend == "auto" else config.dispatch_backend,
     )
+
+
+def _check_values(config: EngineConfig) -> None:
+    """Raise ``ValueError`` for the first choice, integer, switch or path that is none or out of range."""
+    for name, allowed in (
+        ("device", DEVICES),
+        ("dtype", DTYPES),
+        ("kernels", KERNELS),
+        ("expert_format", EXPERT_FORMATS),
+        ("linear_format", LINEAR_FORMATS),
+        ("verify", VERIFY_MODES),
+        ("cp_split", CP_SPLITS),
+        ("cp_decode", CP_DECODES),
+        ("cp_keys", CP_KEYS),
+        ("overlap", OVERLAP_MODES),
+        ("dispatcher", DISPATCHERS),
+        ("dispatch_backend", DISPATCH_BACKENDS),
+    ):
+        if getattr(config, name) not in allowed:
+            raise ValueError(f"{_flag(name)} is {getattr(config, name)!r}; allowed: {', '.join(allowed)}")
+    for name, low, high in (
+        ("chunk_size", 1, MAX_CHUNK_SIZE),
+        ("mixed_chunk", 1, MAX_CHUNK_SIZE),
+        ("max_running", 1, MAX_RUNNING),
+        ("max_context", 2, None),
+        ("gamma", 1, None),
+        ("cache_pages", 1, None),
+        ("cache_bytes", 1, None),
+        ("prefix_pages", 1, None),
+        ("max_tokens_per_rank", 1, None),
+        ("overlap_min_rows", 1, None),
+        ("seed", 0, (1 << 63) - 1),
+        ("num_redundant_experts", 0, MAX_REDUNDANT),
+        ("num_redundant_draft_experts", 0, MAX_REDUNDANT),
+        ("eplb_interval", 1, None),
+        ("eplb_max_moves", 1, None),
+        ("eplb_layers_per_step", 1, None),
+    ):
+        value = getattr(config, name)
+        if value is None and getattr(EngineConfig, name) is None:
+            continue
+        if type(value) is not int or value < low or (high is not None and value > high):
+            upper = "" if high is None else f" to {high}"
+            raise ValueError(f"{_flag(name)} is {value!r}; allowed: an integer from {low}{upper}")
+    for name in ("graphs", "deterministic", "prefix_cache", "block_verify", "fp8_dispatch"):
+        if type(getattr(config, name)) is not bool:
+            raise ValueError(f"{_flag(name)} is {getattr(config, name)!r}; allowed: true or false")
+    for name in PATHS:
+        if getattr(config, name) == "" or not isinstance(getattr(config, name), (str, os.PathLike, type(None))):
+            raise ValueError(f"{_flag(name)} is {getattr(config, name)!r}; allowed: a path")
 
 
 def _check_effect(config: EngineConfig) -> None:
