@@ -34,7 +34,8 @@ def test_golden_tokens_on_two_nodes(kind, slurm, work):
 
 def test_a_contradicting_variable_is_named(slurm, work):
     state = slurm.wait(submit(slurm, work, "srun", *work.command("--pp", "2"), export="ALL,WORLD_SIZE=3"))
-    assert state["ExitCode"] == "2:0"
+    # srun may end the second rank before that has said 2 itself, and the job's status is the highest.
+    assert state["ExitCode"] in ("2:0", "143:0")
     assert "dspark: error: WORLD_SIZE=3" in work.log.read_text() and "SLURM_NTASKS=2" in work.log.read_text()
 
 

@@ -163,8 +163,9 @@ if "--die" in sys.argv and process.info.attempt == 0 and process.rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 collectives.barrier(groups.world)
 i = process.info
-print(f"result {i.launcher} rank {i.rank} of {i.world} local {i.local_rank} of {i.local_size} "
-      f"attempt {i.attempt} nodes {process.nodes} total {total} stale {stale}", flush=True)
+line = (f"result {i.launcher} rank {i.rank} of {i.world} local {i.local_rank} of {i.local_size} "
+        f"attempt {i.attempt} nodes {process.nodes} total {total} stale {stale}\\n")
+os.write(1, line.encode())  # at once: print would let another rank's line in before the line's end
 process.close()
 """
 
