@@ -20,6 +20,7 @@ SLURM_CONF = """\
 ClusterName=dspark
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
+FirstJobId={port}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
@@ -141,6 +142,7 @@ class Slurm:
         ]
         for name in ("state", *(f"spool/n{i}" for i in range(self.num_nodes))):
             (folder / name).mkdir(parents=True)
+        # Jobs choose ports by their number, so two clusters on one machine must not number them alike.
         text = SLURM_CONF.format(host=host, port=ports[0], folder=folder, nodes="\n".join(nodes))
         (folder / "slurm.conf").write_text(text)
         self.environ = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
