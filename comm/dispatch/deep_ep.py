@@ -48,7 +48,7 @@ class SharedBuffer:
         if low_latency:
             shape = (self.max_tokens, sizes.hidden_size, size, sizes.num_experts)
             num_rdma = max(num_rdma, library.get_low_latency_rdma_size_hint(*shape))
-        self.library = library(
+        self.api = library(
             groups.moe_ep.pg,
             num_nvl_bytes=num_nvl,
             num_rdma_bytes=num_rdma,
@@ -56,7 +56,7 @@ class SharedBuffer:
             num_qps_per_rank=max(DEFAULT_QUEUES, num_local) if normal else num_local,
         )
         if low_latency:
-            self._check_queues(self.library.nvshmem_qp_depth)
+            self._check_queues(self.api.nvshmem_qp_depth)
 
     def _check_queues(self, depth: int) -> None:
         if depth < 2 * (self.max_tokens + 1):
@@ -73,7 +73,7 @@ class SharedBuffer:
         """A step of low latency begins. Collective over ``moe_ep`` if the last one was of normal mode."""
         if self._dirty:
             sizes = self._sizes
-            self.library.clean_low_latency_buffer(self.max_tokens, sizes.hidden_size, sizes.num_experts)
+            self.api.clean_low_latency_buffer(self.max_tokens, sizes.hidden_size, sizes.num_experts)
             self._dirty = False
 
     def begin_exchange(self) -> None:
@@ -126,7 +126,7 @@ class Normal:
     def begin_dispatch(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> None:
         """See :meth:`.base.Dispatcher.begin_dispatch`. The host waits for the numbers of rows."""
         self._order.enter("begin_dispatch")
-        library, self._sent = self._buffer.library, (x.contiguous(), experts.contiguous(), weights.contiguous())
+        library, self._sent = self._buffer.api, (x.contiguous(), experts.contiguous(), weights.contiguous())
         x, experts, weights = self._sent
         per_rank, per_node, per_expert, in_rank, _ = library.get_dispatch_layout(experts, self._sizes.num_experts)
         self._arriving = library.dispatch(
@@ -152,7 +152,7 @@ class Normal:
         """See :meth:`.base.Dispatcher.begin_combine`."""
         self._order.enter("begin_combine")
         self._sent = (y.contiguous(),)
-        self._returning = self._buffer.library.combine(*self._sent, self._handle, async_finish=True)
+        self._returning = self._buffer.api.combine(*self._sent, self._handle, async_finish=True)
 
     def finish_combine(self) -> torch.Tensor:
         """See :meth:`.base.Dispatcher.finish_combine`."""
@@ -190,7 +190,7 @@ class LowLatency:
         self._buffer.begin_exchange()
         self._buffer.before_sending()
         self._sent = (x.contiguous(), experts.contiguous(), weights.contiguous())
-        *self._arriving, _, hook = self._buffer.library.low_latency_dispatch(
+        *self._arriving, _, hook = self._buffer.api.low_latency_dispatch(
             *self._sent[:2],
             self._buffer.max_tokens,
             self._sizes.num_experts,
@@ -217,7 +217,7 @@ class LowLatency:
     def begin_combine(self, y: torch.Tensor) -> None:
         """See :meth:`.base.Dispatcher.begin_combine`."""
         self._order.enter("begin_combine")
-        library = self._buffer.library
+        library = self._buffer.api
         outgoing = library.get_next_low_latency_combine_buffer(self._handle)
         outgoing[self._filled] = y
         _, experts, weights = self._sent
