@@ -77,7 +77,11 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="tokens of prompt and continuation together (default: the model's own limit)",
     )
     group.add_argument("--seed", type=int, default=_DEFAULT.seed, metavar="N", help="of sampling (default 0)")
-    group.add_argument("--deterministic", action="store_true", help="bitwise the same results in any batch and layout")
+    group.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="bitwise the same results in any batch; with CPU kernels in any layout",
+    )
 
 
 def add_limit_flags(parser: argparse.ArgumentParser) -> None:

@@ -89,9 +89,9 @@ def _bias(text: str) -> tuple[int, float]:
         raise argparse.ArgumentTypeError(f"{text!r} is not ID=X; example: 17=-2.5") from None
 
 
-def run(args: argparse.Namespace) -> int:
-    """Decode; collective over all ranks that were started."""
-    params = SamplingParams(
+def _sampling(args: argparse.Namespace) -> SamplingParams:
+    """The sampling of requests that say nothing else; raises ``ValueError`` for a value out of range."""
+    return SamplingParams(
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
         top_k=args.top_k,
@@ -108,6 +108,11 @@ def run(args: argparse.Namespace) -> int:
         logit_bias=tuple(args.logit_bias),
         min_tokens=args.min_tokens,
     ).validate()
+
+
+def run(args: argparse.Namespace) -> int:
+    """Decode; collective over all ranks that were started."""
+    params = _sampling(args)
     if args.resume and args.output is None:
         raise ValueError("--resume continues the file of --output, which is not given")
     with join_job(args) as job, contextlib.ExitStack() as stack:
