@@ -5,7 +5,7 @@ Legend: R requests, γ drafts a block, T rows of a target step, V vocabulary.
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -125,3 +125,44 @@ class Drafter(Protocol):
     def propose(self, requests: DraftRequests, noise: DraftNoise | None) -> HostDraftBlock | None:
         """Draft a block for each request. Collective; ``noise`` is None on ranks that do not decide, which get None."""
         ...
+
+
+class PlainDraft:
+    """What most drafts answer to :class:`Drafter`: nothing is tapped, no confidences, no experts, and blocks of any
+    length up to ``longest``."""
+
+    tap_kind: TapKind = "mean"
+    caches: tuple[Cache, ...] = ()
+    expert_layers: tuple[MoE, ...] = ()
+    resumes = False
+    longest: ClassVar[int]
+    usual: ClassVar[int | None] = None
+    """The block it proposes unless the user says; None for the longest."""
+
+    @classmethod
+    def tap_layers(cls, config: Any) -> tuple[int, ...]:
+        """None."""
+        return ()
+
+    @classmethod
+    def max_gamma(cls, config: Any) -> int:
+        """See :meth:`Drafter.max_gamma`."""
+        return cls.longest
+
+    @classmethod
+    def default_gamma(cls, config: Any) -> int:
+        """See :meth:`Drafter.default_gamma`."""
+        return cls.max_gamma(config) if cls.usual is None else cls.usual
+
+    @classmethod
+    def has_confidence(cls, config: Any) -> bool:
+        """None."""
+        return False
+
+    @classmethod
+    def block_length(cls, config: Any, gamma: int | None) -> int:
+        """``gamma``, or the usual block; ``ValueError`` naming both numbers if the draft proposes no such block."""
+        most = cls.max_gamma(config)
+        if gamma is not None and not 1 <= gamma <= most:
+            raise ValueError(f"--gamma is {gamma}, but the draft proposes blocks of 1 to {most} tokens")
+        return cls.default_gamma(config) if gamma is None else gamma

@@ -38,7 +38,16 @@ from ..models.decoder_config import DecoderConfig
 from ..models.decoder_spec import Parts, block_parts
 from ..step import Step
 from .base import DraftNoise, DraftRequests, DraftRoom
-from .files import DraftFiles, StoredDraft, check_target, open_draft, read_layers, stored_draft, target_layers
+from .files import (
+    DraftFiles,
+    StoredDraft,
+    check_copies,
+    check_target,
+    open_draft,
+    read_layers,
+    stored_draft,
+    target_layers,
+)
 from .pages import lone_exchange, own_pages, own_plan
 
 MAX_BLOCK = 64
@@ -194,13 +203,7 @@ class BlockDrafter:
             raise ValueError(f"--gamma is {gamma}, but the draft was trained for blocks of 1 to {own.gamma} tokens")
         weight = target.head.weight
         source, reader = open_draft(config, own.stored(), weight.dtype, weight.device)
-        for name, part, rows in (
-            ("embed.weight", target.embed.shard, target.embed.weight),
-            ("head.weight", target.head.shard, weight.t()),
-        ):
-            count = part.stop - part.start
-            if name in reader and not torch.equal(source.take(name, start=part.start, stop=part.stop), rows[:count]):
-                raise ValueError(f"{name} of the draft differs from the target's, which it was trained to share")
+        check_copies(reader, source, target, ("embed.weight", "head.weight"))
         return cls(own, source, target, groups, kernels, room, own.gamma if gamma is None else gamma)
 
     @torch.inference_mode()

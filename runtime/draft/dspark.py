@@ -29,17 +29,16 @@ from ...layers.stages import drain
 from ...parallel.groups import Groups
 from ..cache import Cache, CacheLayout
 from ..model_config import DSparkConfig, ModelConfig
-from ..models.base import TapKind, placed
+from ..models.base import placed
 from ..models.deepseek_v4 import Block, DeepseekV4, draft_stage_sizes, hyper_sizes, rope_table
 from ..models.staged import dispatcher_for
 from ..step import Step
-from .base import DraftNoise, DraftRequests, DraftRoom
+from .base import DraftNoise, DraftRequests, DraftRoom, PlainDraft
 
 
-class DSparkDrafter:
+class DSparkDrafter(PlainDraft):
     """See :class:`.base.Drafter`."""
 
-    tap_kind: TapKind = "mean"
     resumes = True
 
     def __init__(
@@ -108,11 +107,6 @@ class DSparkDrafter:
         return config.dspark.block_size
 
     @classmethod
-    def default_gamma(cls, config: ModelConfig) -> int:
-        """See :meth:`.base.Drafter.default_gamma`: the longest."""
-        return cls.max_gamma(config)
-
-    @classmethod
     def has_confidence(cls, config: ModelConfig) -> bool:
         """See :meth:`.base.Drafter.has_confidence`."""
         return config.dspark.enable_confidence_head
@@ -129,10 +123,8 @@ class DSparkDrafter:
         gamma: int | None,
     ) -> DSparkDrafter:
         """See :meth:`.base.Drafter.load`."""
-        trained = cls.max_gamma(config)
-        if gamma is not None and not 1 <= gamma <= trained:
-            raise ValueError(f"--gamma is {gamma}, but the draft was trained for blocks of 1 to {trained} tokens")
-        return cls(config, config.dspark, source, target, groups, kernels, room, trained if gamma is None else gamma)
+        length = cls.block_length(config, gamma)
+        return cls(config, config.dspark, source, target, groups, kernels, room, length)
 
     def observe(self, taps: torch.Tensor, step: Step) -> None:
         """See :meth:`.base.Drafter.observe`."""

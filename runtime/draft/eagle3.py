@@ -37,7 +37,6 @@ from .feature_chain import MAX_GAMMA, FeatureChain
 from .files import DraftFiles, StoredDraft, check_target, open_draft, read_layers, stored_draft, target_layers
 from .pages import lone_exchange
 
-DEFAULT_GAMMA = 5
 LAYER = "layers.0."
 
 
@@ -90,6 +89,8 @@ class Eagle3Config:
 class Eagle3Drafter(FeatureChain):
     """See :class:`.base.Drafter`."""
 
+    usual = 5
+
     def __init__(
         self,
         config: Eagle3Config,
@@ -128,21 +129,6 @@ class Eagle3Drafter(FeatureChain):
         return Eagle3Config.read(config).target_layer_ids
 
     @classmethod
-    def max_gamma(cls, config: Any) -> int:
-        """See :meth:`.base.Drafter.max_gamma`."""
-        return MAX_GAMMA
-
-    @classmethod
-    def default_gamma(cls, config: Any) -> int:
-        """See :meth:`.base.Drafter.default_gamma`."""
-        return DEFAULT_GAMMA
-
-    @classmethod
-    def has_confidence(cls, config: Any) -> bool:
-        """See :meth:`.base.Drafter.has_confidence`."""
-        return False
-
-    @classmethod
     def load(
         cls,
         config: DraftFiles,
@@ -154,12 +140,10 @@ class Eagle3Drafter(FeatureChain):
         gamma: int | None,
     ) -> Eagle3Drafter:
         """See :meth:`.base.Drafter.load`."""
-        if gamma is not None and not 1 <= gamma <= MAX_GAMMA:
-            raise ValueError(f"--gamma is {gamma}, but an EAGLE-3 draft proposes 1 to {MAX_GAMMA} tokens")
         own, weight = Eagle3Config.read(config), target.head.weight
         source, reader = open_draft(config, own.stored(), weight.dtype, weight.device)
-        chosen = DEFAULT_GAMMA if gamma is None else gamma
-        return cls(own, source, "embed.weight" in reader, target, groups, kernels, room, chosen)
+        has_embedding, length = "embed.weight" in reader, cls.block_length(config, gamma)
+        return cls(own, source, has_embedding, target, groups, kernels, room, length)
 
     def features(self, taps: torch.Tensor) -> torch.Tensor:
         """See :meth:`.feature_chain.FeatureChain.features`."""

@@ -25,12 +25,11 @@ from ...layers.attention.dense import CacheShape, store_tokens
 from ...layers.attention.plan import AttentionPlan, CacheRows, build_plan, entry_rows
 from ...layers.draft_heads_host import HostDraftBlock
 from ...layers.kernels import Kernels
-from ...layers.moe import MoE
 from ...parallel.groups import Groups
 from ..cache import Cache, CacheLayout
-from ..models.base import Model, TapKind
+from ..models.base import Model
 from ..step import Step
-from .base import DraftNoise, DraftRequests, DraftRoom
+from .base import DraftNoise, DraftRequests, DraftRoom, PlainDraft
 from .chain import Chain, rows_at
 from .pages import own_pages
 
@@ -38,13 +37,10 @@ MAX_GAMMA = 16
 """Drafts of a block at most; each costs a forward, and is kept less often than the one before it."""
 
 
-class FeatureChain(abc.ABC):
+class FeatureChain(PlainDraft, abc.ABC):
     """See :class:`.base.Drafter`; a draft adds how it joins, and its layer."""
 
-    tap_kind: TapKind = "mean"
-    caches = ()
-    expert_layers: tuple[MoE, ...] = ()
-    resumes = False
+    longest = MAX_GAMMA
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,14 +17,17 @@ import torch
 from ...layers.attention import AttentionSizes
 from ...layers.attention.gqa import GQASizes
 from ...layers.mlp import MLPSizes
-from ...layers.params import OnDevice
+from ...layers.params import OnDevice, ParamSource
 from ..checkpoint.config_decoder import common_fields, read_decoder_rope
 from ..checkpoint.config_file import or_default, read_config_files
 from ..checkpoint.config_keys import ConfigKeys
+from ..checkpoint.folder import read_checkpoint_headers
+from ..checkpoint.names import canonical_name
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.spec import TensorSpec
 from ..model_config import Config, within
 from ..models import MODELS
+from ..models.base import Model
 from ..models.decoder_config import DecoderConfig
 from ..models.decoder_spec import Parts
 
@@ -53,12 +57,22 @@ class DraftFiles:
             return "dspark_dense"
         if "dflash_config" in keys:
             return "dflash"
+        if "eagle" in str(name).lower() or keys.get("model_type") == "eagle" or self._joins_features():
+            return "eagle"
         if keys.get("model_type") in MODELS:
             return "model"
         raise ValueError(
             f"{self.folder}: no draft format that is known: neither draft_vocab_size (EAGLE-3), markov_rank (DSpark), "
-            f"dflash_config (DFlash) nor the model_type of a model of its own ({', '.join(MODELS)}) is in config.json"
+            "dflash_config (DFlash), an architecture or fc.weight of EAGLE, nor the model_type of a model of its own "
+            f"({', '.join(MODELS)}) is there"
         )
+
+    def _joins_features(self) -> bool:
+        """Whether a folder with the config of a model of one layer holds what joins embeddings and features: public
+        EAGLE drafts announce themselves by nothing else."""
+        if self.keys.get("num_hidden_layers") != 1 or not any(self.folder.glob("*.safetensors")):
+            return False
+        return "fc.weight" in map(canonical_name, read_checkpoint_headers(self.folder).tensors)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +161,18 @@ def check_target(keys: ConfigKeys, layers: DecoderConfig, target: Config) -> Non
     for name, mine, theirs in pairs:
         if mine != theirs:
             raise ValueError(f"the draft is for a target with {name} {mine}, but this one has {theirs}")
+
+
+def check_copies(reader: CheckpointReader, source: ParamSource, target: Model, names: Sequence[str]) -> None:
+    """Raise ``ValueError`` if a folder's copy of the target's embedding or head, as far as it has those of ``names``,
+    differs on this rank."""
+    embed, head = target.embed, target.head
+    own = {"embed.weight": (embed.shard, embed.weight), "head.weight": (head.shard, head.weight.t())}
+    for name in names:
+        part, rows = own[name]
+        count = part.stop - part.start
+        if name in reader and not torch.equal(source.take(name, start=part.start, stop=part.stop), rows[:count]):
+            raise ValueError(f"{name} of the draft differs from the target's, which it was trained to share")
 
 
 def target_layers(keys: ConfigKeys, ids: list[int] | None, target: Config) -> tuple[int, ...]:

@@ -13,47 +13,22 @@ from ...layers.kernels import Kernels
 from ...layers.params import ParamSource
 from ...parallel.groups import Groups
 from ..model_config import Config
-from ..models.base import Model, TapKind
+from ..models.base import Model
 from ..step import Step
-from .base import DraftNoise, DraftRequests, DraftRoom
+from .base import DraftNoise, DraftRequests, DraftRoom, PlainDraft
 
-DEFAULT_GAMMA = 4
-MAX_GAMMA = 32
 MAX_NGRAM = 4
 """The longest ending of the text that is looked for; shorter ones, down to one token, come after it."""
 
 
-class LookupDrafter:
+class LookupDrafter(PlainDraft):
     """See :class:`.base.Drafter`. Knows the tokens of each slot; where they say nothing, nothing is proposed."""
 
-    tap_kind: TapKind = "mean"
-    caches = ()
-    expert_layers = ()
-    resumes = False
+    longest, usual = 32, 4
 
     def __init__(self, room: DraftRoom, gamma: int) -> None:
         self.gamma = gamma
         self._tokens = np.full((room.num_slots, room.max_context + 1), -1, np.int64)
-
-    @classmethod
-    def tap_layers(cls, config: Config) -> tuple[int, ...]:
-        """None."""
-        return ()
-
-    @classmethod
-    def max_gamma(cls, config: Config) -> int:
-        """See :meth:`.base.Drafter.max_gamma`."""
-        return MAX_GAMMA
-
-    @classmethod
-    def default_gamma(cls, config: Config) -> int:
-        """See :meth:`.base.Drafter.default_gamma`."""
-        return DEFAULT_GAMMA
-
-    @classmethod
-    def has_confidence(cls, config: Config) -> bool:
-        """See :meth:`.base.Drafter.has_confidence`."""
-        return False
 
     @classmethod
     def load(
@@ -67,9 +42,7 @@ class LookupDrafter:
         gamma: int | None,
     ) -> LookupDrafter:
         """See :meth:`.base.Drafter.load`."""
-        if gamma is not None and not 1 <= gamma <= MAX_GAMMA:
-            raise ValueError(f"--gamma is {gamma}, but the draft ngram proposes 1 to {MAX_GAMMA} tokens")
-        return cls(room, DEFAULT_GAMMA if gamma is None else gamma)
+        return cls(room, cls.block_length(config, gamma))
 
     def observe(self, taps: torch.Tensor, step: Step) -> None:
         """See :meth:`.base.Drafter.observe`; only the step's tokens matter."""

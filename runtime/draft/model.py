@@ -9,7 +9,6 @@ it; those rows are written again when the target has judged them, from the token
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,27 +21,23 @@ from ...layers.probe import ignore
 from ...layers.stages import drain
 from ...parallel.groups import Group, Groups
 from ..model_config import load_model_config
-from ..models.base import Model, TapKind
+from ..models.base import Model
 from ..models.decoder import Decoder
 from ..models.decoder_config import DecoderConfig
 from ..step import Step
-from .base import DraftNoise, DraftRequests, DraftRoom
+from .base import DraftNoise, DraftRequests, DraftRoom, PlainDraft
 from .chain import Chain, rows_at
 from .files import DraftFiles, open_draft
 from .pages import lone_exchange, own_pages
 
-DEFAULT_GAMMA = 4
 MAX_GAMMA = 16
 """Drafts of a block at most; each costs a forward of the draft."""
 
 
-class ModelDrafter:
+class ModelDrafter(PlainDraft):
     """See :class:`.base.Drafter`."""
 
-    tap_kind: TapKind = "mean"
-    caches = ()
-    expert_layers = ()
-    resumes = False
+    longest, usual = MAX_GAMMA, 4
 
     def __init__(
         self,
@@ -65,26 +60,6 @@ class ModelDrafter:
         self._chain = Chain(gamma, groups.attn_block, device)
 
     @classmethod
-    def tap_layers(cls, config: Any) -> tuple[int, ...]:
-        """None."""
-        return ()
-
-    @classmethod
-    def max_gamma(cls, config: Any) -> int:
-        """See :meth:`.base.Drafter.max_gamma`."""
-        return MAX_GAMMA
-
-    @classmethod
-    def default_gamma(cls, config: Any) -> int:
-        """See :meth:`.base.Drafter.default_gamma`."""
-        return DEFAULT_GAMMA
-
-    @classmethod
-    def has_confidence(cls, config: Any) -> bool:
-        """See :meth:`.base.Drafter.has_confidence`."""
-        return False
-
-    @classmethod
     def load(
         cls,
         config: DraftFiles,
@@ -96,8 +71,7 @@ class ModelDrafter:
         gamma: int | None,
     ) -> ModelDrafter:
         """See :meth:`.base.Drafter.load`. Raises ``ValueError`` for a model of another vocabulary or with experts."""
-        if gamma is not None and not 1 <= gamma <= MAX_GAMMA:
-            raise ValueError(f"--gamma is {gamma}, but a draft model proposes 1 to {MAX_GAMMA} tokens")
+        length = cls.block_length(config, gamma)
         own = load_model_config(config.folder)
         if not isinstance(own, DecoderConfig) or own.num_experts:
             raise ValueError(f"{config.folder}: a draft model must be a dense decoder, this one is {own.model_type}")
@@ -110,7 +84,7 @@ class ModelDrafter:
                 f"the draft model has {own.max_position_embeddings} positions, but --max-context is {room.max_context}"
             )
         source, _ = open_draft(config, own, target.head.weight.dtype, target.head.weight.device)
-        return cls(own, source, target, groups, kernels, room, DEFAULT_GAMMA if gamma is None else gamma)
+        return cls(own, source, target, groups, kernels, room, length)
 
     @torch.inference_mode()
     def observe(self, taps: torch.Tensor, step: Step) -> None:

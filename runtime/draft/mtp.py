@@ -40,10 +40,7 @@ from ..models.base import TapKind, placed
 from ..models.deepseek_v4 import Block, DeepseekV4, draft_stage_sizes, hyper_sizes, rope_table
 from ..models.staged import dispatcher_for
 from ..step import Step
-from .base import DraftNoise, DraftRequests, DraftRoom
-
-DEFAULT_GAMMA = 1
-"""What the layer was trained for."""
+from .base import DraftNoise, DraftRequests, DraftRoom, PlainDraft
 
 MAX_GAMMA = 8
 """Drafts of a block at most; each costs a forward, and is kept less often than the one before it."""
@@ -52,9 +49,10 @@ NEVER = 1 << 40
 """A last position so far ahead that the row counts as one of the distant past, which rings do not keep."""
 
 
-class MTPDrafter:
-    """See :class:`.base.Drafter`."""
+class MTPDrafter(PlainDraft):
+    """See :class:`.base.Drafter`. The layer was trained for one token."""
 
+    longest, usual = MAX_GAMMA, 1
     tap_kind: TapKind = "streams"
     resumes = True
 
@@ -110,21 +108,6 @@ class MTPDrafter:
         return (config.num_layers - 1,)
 
     @classmethod
-    def max_gamma(cls, config: ModelConfig) -> int:
-        """See :meth:`.base.Drafter.max_gamma`."""
-        return MAX_GAMMA
-
-    @classmethod
-    def default_gamma(cls, config: ModelConfig) -> int:
-        """See :meth:`.base.Drafter.default_gamma`."""
-        return DEFAULT_GAMMA
-
-    @classmethod
-    def has_confidence(cls, config: ModelConfig) -> bool:
-        """See :meth:`.base.Drafter.has_confidence`."""
-        return False
-
-    @classmethod
     def load(
         cls,
         config: ModelConfig,
@@ -136,9 +119,7 @@ class MTPDrafter:
         gamma: int | None,
     ) -> MTPDrafter:
         """See :meth:`.base.Drafter.load`."""
-        if gamma is not None and not 1 <= gamma <= MAX_GAMMA:
-            raise ValueError(f"--gamma is {gamma}, but the draft mtp proposes blocks of 1 to {MAX_GAMMA} tokens")
-        return cls(config, source, target, groups, kernels, room, DEFAULT_GAMMA if gamma is None else gamma)
+        return cls(config, source, target, groups, kernels, room, cls.block_length(config, gamma))
 
     @torch.inference_mode()
     def observe(self, taps: torch.Tensor, step: Step) -> None:

@@ -9,8 +9,6 @@ What the layer gives behind that norm is the state of the next row.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ...comm.dispatch import Exchange, StepRows
@@ -30,12 +28,11 @@ from ..models.staged import dispatcher_for
 from .base import DraftRoom
 from .feature_chain import MAX_GAMMA, FeatureChain
 
-DEFAULT_GAMMA = 1
-"""What the layer was trained for."""
-
 
 class MTPV3Drafter(FeatureChain):
-    """See :class:`.base.Drafter`."""
+    """See :class:`.base.Drafter`. The layer was trained for one token."""
+
+    usual = 1
 
     def __init__(
         self,
@@ -75,21 +72,6 @@ class MTPV3Drafter(FeatureChain):
         return (config.num_layers - 1,)
 
     @classmethod
-    def max_gamma(cls, config: Any) -> int:
-        """See :meth:`.base.Drafter.max_gamma`."""
-        return MAX_GAMMA
-
-    @classmethod
-    def default_gamma(cls, config: Any) -> int:
-        """See :meth:`.base.Drafter.default_gamma`."""
-        return DEFAULT_GAMMA
-
-    @classmethod
-    def has_confidence(cls, config: Any) -> bool:
-        """See :meth:`.base.Drafter.has_confidence`."""
-        return False
-
-    @classmethod
     def load(
         cls,
         config: DecoderConfig,
@@ -101,9 +83,7 @@ class MTPV3Drafter(FeatureChain):
         gamma: int | None,
     ) -> MTPV3Drafter:
         """See :meth:`.base.Drafter.load`."""
-        if gamma is not None and not 1 <= gamma <= MAX_GAMMA:
-            raise ValueError(f"--gamma is {gamma}, but the draft mtp_v3 proposes 1 to {MAX_GAMMA} tokens")
-        return cls(config, source, target, groups, kernels, room, DEFAULT_GAMMA if gamma is None else gamma)
+        return cls(config, source, target, groups, kernels, room, cls.block_length(config, gamma))
 
     def features(self, taps: torch.Tensor) -> torch.Tensor:
         """See :meth:`.feature_chain.FeatureChain.features`."""

@@ -9,39 +9,16 @@ from ...layers.kernels import Kernels
 from ...layers.params import ParamSource
 from ...parallel.groups import Groups
 from ..model_config import Config
-from ..models.base import Model, TapKind
+from ..models.base import Model
 from ..step import Step
-from .base import DraftNoise, DraftRequests, DraftRoom
+from .base import DraftNoise, DraftRequests, DraftRoom, PlainDraft
 
 
-class NoDraft:
+class NoDraft(PlainDraft):
     """See :class:`.base.Drafter`."""
 
-    gamma = 0
-    caches = ()
-    expert_layers = ()
-    tap_kind: TapKind = "mean"
+    gamma = longest = usual = 0
     resumes = True
-
-    @classmethod
-    def tap_layers(cls, config: Config) -> tuple[int, ...]:
-        """None."""
-        return ()
-
-    @classmethod
-    def max_gamma(cls, config: Config) -> int:
-        """0."""
-        return 0
-
-    @classmethod
-    def default_gamma(cls, config: Config) -> int:
-        """0."""
-        return 0
-
-    @classmethod
-    def has_confidence(cls, config: Config) -> bool:
-        """There is nothing to be confident of."""
-        return False
 
     @classmethod
     def load(

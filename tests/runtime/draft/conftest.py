@@ -2,7 +2,10 @@
 
 import dataclasses
 import functools
+import json
+import pathlib
 
+import numpy as np
 import pytest
 import torch
 from dspark.parallel.groups import Groups
@@ -11,8 +14,12 @@ from dspark.runtime.draft import own_draft
 from dspark.runtime.engine_config import EngineConfig, resolve
 from dspark.runtime.load import load_engine
 from dspark.runtime.model_config import DSparkConfig, load_model_config
+from dspark.runtime.request import Request, SamplingParams
 from dspark.runtime.training.export import dspark_keys, write_bundled
+from safetensors import safe_open
+from safetensors.torch import save_file
 
+SPECULATIVE = pathlib.Path(__file__).resolve().parents[2] / "data" / "speculative"
 BLOCK = 7
 DSPARK = DSparkConfig(
     block_size=BLOCK,
@@ -70,3 +77,83 @@ def load(folder, groups=None, **options):
 def load_draft():
     """``load_draft(folder, groups, **options)``: an engine of a checkpoint with its own draft."""
     return load
+
+
+class Dense:
+    """A tiny Qwen3 target of other code with drafts beside it, and engines of them."""
+
+    def __init__(self, root):
+        self._root = root
+        with safe_open(SPECULATIVE / "tiny_dspark_qwen3.safetensors", "pt") as file:
+            self.config = json.loads(file.metadata()["meta"])["target"] | {"dtype": "float32"}
+            names = [name for name in file.keys() if name.startswith("target.")]
+            tensors = {name.removeprefix("target."): file.get_tensor(name) for name in names}
+        self.target = self.write("target", self.config, tensors)
+        self.eagle = self.write("eagle", *eagle_draft(self.config))
+        self.prompts = [tuple(np.random.default_rng(3 + n).integers(0, 24, n).tolist()) for n in (11, 1, 30, 4, 17)]
+
+    def write(self, name, config, tensors):
+        """A checkpoint folder."""
+        folder = self._root / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "model.safetensors")
+        return folder
+
+    def load(self, draft_model=None, groups=None, target=None, **options):
+        """An engine of the target with the draft in a folder, or without one."""
+        target = self.target if target is None else target
+        folder = None if draft_model is None else str(draft_model)
+        options = {"max_context": 256, "max_running": 3, "chunk_size": 8, "draft_model": folder} | options
+        config = resolve(
+            EngineConfig(**options),
+            model_dir=str(target),
+            device_type="cpu",
+            max_positions=512,
+            own_draft=own_draft(load_model_config(target), folder),
+        )
+        return load_engine(config, groups or Groups.single(), torch.device("cpu"))
+
+    def run(self, engine, num_new=24, **params):
+        """The tokens of the prompts, each shorter by one, and the counts of those that drafted."""
+        tokens, specs = {}, []
+        for i, ids in enumerate(self.prompts):
+            sampling = SamplingParams(max_new_tokens=num_new - i, ignore_eos=True, **params)
+            engine.add(Request(str(i), ids, sampling))
+        while engine.has_work():
+            for event in engine.step():
+                tokens.setdefault(event.request_id, []).extend(event.token_ids)
+                specs += [event.spec] if event.spec else []
+        return tokens, specs
+
+
+def eagle_draft(target, seed=1, noise=0.1):
+    """The config and tensors of an EAGLE-1 draft that looks like a public one: near the identity on states."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(rows, columns, size=1.0):
+        return size * columns**-0.5 * torch.randn(rows, columns, generator=generator)
+
+    width, ffn, head = target["hidden_size"], target["intermediate_size"], target["head_dim"]
+    heads, kv_heads = head * target["num_attention_heads"], head * target["num_key_value_heads"]
+    layer = {
+        "self_attn.q_proj": random(heads, width),
+        "self_attn.k_proj": random(kv_heads, width),
+        "self_attn.v_proj": random(kv_heads, width, noise),
+        "self_attn.o_proj": random(width, heads, noise),
+        "mlp.gate_proj": random(ffn, width, noise),
+        "mlp.up_proj": random(ffn, width),
+        "mlp.down_proj": random(width, ffn),
+        "post_attention_layernorm": torch.ones(width),
+    }
+    tensors = {f"layers.0.{name}.weight": tensor for name, tensor in layer.items()}
+    tensors["fc.weight"] = torch.cat((random(width, width, noise), torch.eye(width) + random(width, width, noise)), 1)
+    tensors["fc.bias"] = random(1, width)[0]
+    own = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
+    return {k: v for k, v in target.items() if k != "layer_types"} | own, tensors
+
+
+@pytest.fixture(scope="session")
+def dense(tmp_path_factory):
+    """See :class:`Dense`."""
+    return Dense(tmp_path_factory.mktemp("dense"))
