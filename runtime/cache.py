@@ -37,7 +37,8 @@ class CacheLayout:
     @property
     def ratios(self) -> tuple[int, ...]:
         """The compression ratios in use, each once."""
-        return tuple(sorted({sizes.ratio for sizes in self.layers if sizes.ratio}))
+        second = {sizes.index_ratio for sizes in self.layers if sizes.index_width}
+        return tuple(sorted({sizes.ratio for sizes in self.layers if sizes.ratio} | second))
 
     @property
     def page_ratios(self) -> tuple[int, ...]:
@@ -64,10 +65,6 @@ class CacheLayout:
         """
         return sizes.window, max(sizes.raw_span - sizes.ratio, 0)
 
-    def entry_width(self, sizes: CacheRows) -> int:
-        """Numbers stored per entry of the pools."""
-        return sizes.entry_width + sizes.index_width
-
     @property
     def bytes_per_slot(self) -> int:
         """Bytes of all rings of one request, whatever its length."""
@@ -78,8 +75,9 @@ class CacheLayout:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of compressed entries per token of context."""
-        return self.itemsize * sum(self.entry_width(sizes) / sizes.ratio for sizes in self.layers if sizes.ratio)
+        """Bytes of the pools' entries per token of context."""
+        pools = ((s.entry_width / s.ratio + s.index_width / s.index_ratio) for s in self.layers if s.ratio)
+        return self.itemsize * sum(pools)
 
     @property
     def bytes_per_page(self) -> int:
@@ -131,11 +129,12 @@ class Cache:
     ) -> LayerCache:
         layout = self.layout
         per_page = layout.page_tokens // sizes.ratio if sizes.ratio else 0
+        index_per_page = layout.page_tokens // sizes.index_ratio if sizes.index_ratio else 0
         shapes = (
             (num_slots, layout.window_rows(sizes), sizes.ring_width),
             (num_slots, layout.raw_rows(sizes), sizes.raw_width),
             (num_pages if sizes.entry_width else 0, per_page, sizes.entry_width),
-            (num_pages if sizes.index_width else 0, per_page, sizes.index_width),
+            (num_pages if sizes.index_width else 0, index_per_page, sizes.index_width),
         )
         buffers = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
         # Masked reads multiply stale rows by zero, so those must be finite.

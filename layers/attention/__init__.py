@@ -26,6 +26,7 @@ ATTENTION_KINDS: dict[str, str] = {
     "gqa": "gqa:GQAttention",
     "mla": "mla:MLAttention",
     "dsa": "dsa:DSAttention",
+    "nsa": "nsa:NSAttention",
     "injected": "injected:InjectedAttention",
 }
 
@@ -63,6 +64,11 @@ class AttentionSizes(Protocol):
 
     def cache(self, num_ranks: int) -> CacheRows:
         """What each of ``num_ranks`` ranks that share the heads keeps."""
+        ...
+
+    def keys_read(self, context: int) -> int:
+        """Keys that a token behind ``context`` positions attends to; one that two parts of a kind read counts twice,
+        and an indexer's do not count."""
         ...
 
     def operations(self, context: int) -> int:

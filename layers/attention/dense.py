@@ -35,6 +35,7 @@ class CacheShape(NamedTuple):
     raw_span: int = 0
     raw_width: int = 0
     ratio: int = 1
+    index_ratio: int = 1
 
 
 def store_tokens(rows: torch.Tensor, pool: torch.Tensor, plan: AttentionPlan) -> None:

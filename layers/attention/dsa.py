@@ -68,10 +68,14 @@ class DSASizes(NamedTuple):
         """What a rank of ``num_ranks`` keeps: the same on each."""
         return self.latent.cache(num_ranks)._replace(index_width=self.index_head_dim)
 
+    def keys_read(self, context: int) -> int:
+        """Keys that a token behind ``context`` positions attends to; the indexer reads them all."""
+        return min(context, self.index_topk)
+
     def operations(self, context: int) -> int:
         """As :meth:`.mla.MLASizes.operations`, with the indexer's."""
         index = 2 * self.index_num_heads * (self.index_head_dim + 1) * context
-        return index + self.latent.operations(min(context, self.index_topk))
+        return index + self.latent.operations(self.keys_read(context))
 
     def problems(self, num_ranks: int) -> list[str]:
         """What keeps the heads from being cut over ``num_ranks`` ranks."""

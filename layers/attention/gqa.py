@@ -57,10 +57,13 @@ class GQASizes(NamedTuple):
         """Rotated channels."""
         return self.head_dim
 
+    def keys_read(self, context: int) -> int:
+        """Keys that a token behind ``context`` positions attends to."""
+        return min(context, self.window) if self.window else context
+
     def operations(self, context: int) -> int:
         """Multiplications and additions of scores and weighted sums, of one token behind ``context`` positions."""
-        seen = min(context, self.window) if self.window else context
-        return 4 * self.num_heads * self.head_dim * seen
+        return 4 * self.num_heads * self.head_dim * self.keys_read(context)
 
     def problems(self, num_ranks: int) -> list[str]:
         """What keeps the heads from being cut over ``num_ranks`` ranks."""

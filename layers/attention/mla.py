@@ -62,6 +62,10 @@ class MLASizes(NamedTuple):
         """What a rank of ``num_ranks`` keeps: the same on each."""
         return CacheShape(entry_width=self.kv_lora_rank + self.rope_dim)
 
+    def keys_read(self, context: int) -> int:
+        """Keys that a token behind ``context`` positions attends to."""
+        return context
+
     def operations(self, context: int) -> int:
         """Multiplications and additions of the absorbed form, of one token behind ``context`` positions."""
         fold = self.kv_lora_rank * (self.nope_dim + self.v_head_dim)

@@ -26,15 +26,16 @@ MIN_PAGE_TOKENS = 256
 class CacheRows(Protocol):
     """What one layer keeps of its tokens, in numbers.
 
-    ``ratio``: tokens per entry of the pools, 0 without pools, 1 for an entry a token. ``entry_width`` and
-    ``index_width``: numbers of an entry of the main pool and of the indexer's. ``window``: positions behind the query
-    that the ring of ``ring_width`` numbers a row must reach. ``raw_span``: the same, itself included, of the ring of
-    ``raw_width`` numbers a row that a compressor reads; 0 without a compressor.
+    ``ratio``: tokens per entry of the main pool, 0 without pools, 1 for an entry a token; ``index_ratio``: the same of
+    the second pool. ``entry_width`` and ``index_width``: numbers of an entry of either. ``window``: positions behind
+    the query that the ring of ``ring_width`` numbers a row must reach. ``raw_span``: the same, itself included, of the
+    ring of ``raw_width`` numbers a row that a compressor reads; 0 without a compressor.
     """
 
     ratio: int
     entry_width: int
     index_width: int
+    index_ratio: int
     window: int
     ring_width: int
     raw_span: int

@@ -43,12 +43,18 @@ class V4AttentionSizes(NamedTuple):
     index_topk: int
     norm_eps: float
 
+    def keys_read(self, context: int) -> int:
+        """Keys that a token behind ``context`` positions attends to, compressed entries included."""
+        num_entries = context // self.ratio if self.ratio else 0
+        seen = min(num_entries, self.index_topk) if self.kind == "csa" else num_entries
+        return seen + min(context, self.window)
+
     def operations(self, context: int) -> int:
         """Multiplications and additions that depend on the context, of one token behind ``context`` positions."""
-        num_entries = context // self.ratio if self.ratio else 0
-        index = 2 * self.index_num_heads * (self.index_head_dim + 1) * num_entries if self.kind == "csa" else 0
-        seen = min(num_entries, self.index_topk) if self.kind == "csa" else num_entries
-        return index + 4 * self.num_heads * self.head_dim * (seen + min(context, self.window))
+        index = (
+            2 * self.index_num_heads * (self.index_head_dim + 1) * (context // self.ratio) if self.kind == "csa" else 0
+        )
+        return index + 4 * self.num_heads * self.head_dim * self.keys_read(context)
 
     @property
     def ring_width(self) -> int:
@@ -64,6 +70,11 @@ class V4AttentionSizes(NamedTuple):
     def index_width(self) -> int:
         """Columns of an entry of the indexer."""
         return self.index_head_dim if self.kind == "csa" else 0
+
+    @property
+    def index_ratio(self) -> int:
+        """Tokens per entry of the indexer."""
+        return self.ratio
 
     @property
     def raw_width(self) -> int:

@@ -4,8 +4,9 @@ Examples:
   dspark bench kinds
   dspark bench kinds --contexts 512,2048,8192 --json
 
-Bytes and operations are of one layer with the sizes of a released model. Operations are the multiplications and
-additions that depend on the context: scores, weighted sums, an indexer. Time is of one token through one layer on the
+Bytes, keys and operations are of one layer with the sizes of a released model. Operations are the multiplications and
+additions that depend on the context: scores, weighted sums, an indexer. Keys are those that a token attends to, as a
+share of its context, compressed ones included. Time is of one token through one layer on the
 CPU, behind a context of made-up keys, with 16 query heads and a width of 1024, so that what differs is the kind; the
 baseline is the same with keys per head (mha). Best of several runs. V4's kinds are timed by bench decode --contexts.
 """
@@ -24,6 +25,7 @@ from ...layers.attention import AttentionSizes, make_attention
 from ...layers.attention.dsa import DSASizes
 from ...layers.attention.gqa import GQASizes
 from ...layers.attention.mla import MLASizes
+from ...layers.attention.nsa import NSASizes
 from ...layers.attention.v4 import V4AttentionSizes
 from ...layers.kernels import Kernels
 from ...layers.params import Scope
@@ -59,6 +61,8 @@ def kinds() -> dict[str, Kind]:
 
     latent = MLASizes(7168, 128, 1536, 512, 128, 64, 128, 1e-6, 192**-0.5)
     small = latent._replace(hidden_size=HIDDEN, num_heads=NUM_HEADS)
+    sparse = NSASizes(2560, 64, 4, 128, 32, 16, 64, 16, 512)
+    few = {"hidden_size": HIDDEN, "num_heads": NUM_HEADS, "num_kv_heads": NUM_HEADS // 4}
     v4 = {
         "hidden_size": 4096,
         "num_heads": 64,
@@ -74,6 +78,7 @@ def kinds() -> dict[str, Kind]:
         "mqa": Kind("Qwen3-8B, one key head", heads(32, 1), heads(NUM_HEADS, 1, hidden=HIDDEN)),
         "mla": Kind("DeepSeek-V3", latent, small),
         "dsa": Kind("DeepSeek-V3.2", DSASizes(latent, 64, 128, 2048), DSASizes(small, NUM_HEADS, 128, 2048)),
+        "nsa": Kind("the paper's blocks, heads of 128", sparse, sparse._replace(**few)),
         "csa": Kind("V4-Flash sizes", V4AttentionSizes(kind="csa", ratio=4, **v4), None),
         "hca": Kind("V4-Flash sizes", V4AttentionSizes(kind="hca", ratio=128, **v4), None),
         "sliding": Kind("V4-Flash sizes", V4AttentionSizes(kind="sliding", ratio=0, **v4), None),
@@ -105,6 +110,7 @@ def run(args: argparse.Namespace) -> int:
                 "released": kind.released,
                 "bytes_per_token": layout.bytes_per_token,
                 "bytes_per_request": layout.bytes_per_slot,
+                "keys_read_share": {str(n): kind.sizes.keys_read(n) / n for n in CONTEXTS},
                 "operations_per_token": {str(n): kind.sizes.operations(n) for n in CONTEXTS},
                 "milliseconds": {} if kind.small is None else timed(kind.small, args.contexts, args.repeats),
             }
@@ -114,10 +120,19 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"kinds": found, "setting": setting.to_json()}))
         return EXIT_OK
-    head = ("kind", "sizes of", "bytes a token", "ring bytes", *(f"Mop at {n >> 10}k" for n in CONTEXTS))
+    shares = " / ".join(f"{n >> 10}k" for n in CONTEXTS)
+    head = (
+        "kind",
+        "sizes of",
+        "bytes a token",
+        "ring bytes",
+        f"% of keys at {shares}",
+        *(f"Mop at {n >> 10}k" for n in CONTEXTS),
+    )
     lines = []
     for name, one in found.items():
-        cells = [f"{one['operations_per_token'][str(n)] / 1e6:.1f}" for n in CONTEXTS]
+        cells = [" / ".join(f"{100 * one['keys_read_share'][str(n)]:.3g}" for n in CONTEXTS)]
+        cells += [f"{one['operations_per_token'][str(n)] / 1e6:.1f}" for n in CONTEXTS]
         cells += [f"{one['milliseconds'][str(n)]:.2f}" if one["milliseconds"] else "-" for n in args.contexts]
         lines.append((name, one["released"], f"{one['bytes_per_token']:.0f}", str(one["bytes_per_request"]), *cells))
     print("\n".join([*setting.lines(), "", table((*head, *(f"ms at {n}" for n in args.contexts)), lines)]))

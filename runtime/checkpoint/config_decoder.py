@@ -27,7 +27,7 @@ def common_fields(keys: ConfigKeys, generation: dict[str, Any] | None) -> dict[s
 
     Raises ``ValueError`` for what no decoder here has: biases, other activations.
     """
-    keys.expect("hidden_act", "silu")
+    keys.expect("hidden_act", "silu", "swish")
     keys.expect("attention_bias", False)
     keys.expect("mlp_bias", False)
     quantization, _ = read_quantization(keys)
@@ -45,9 +45,9 @@ def common_fields(keys: ConfigKeys, generation: dict[str, Any] | None) -> dict[s
     }
 
 
-def finish(keys: ConfigKeys) -> None:
-    """Refuse keys that nobody asked for."""
-    keys.finish(NOT_FOR_INFERENCE | ALSO_IGNORED)
+def finish(keys: ConfigKeys, also: frozenset[str] = frozenset()) -> None:
+    """Refuse keys that nobody asked for, besides some that never matter and those in ``also``."""
+    keys.finish(NOT_FOR_INFERENCE | ALSO_IGNORED | also)
 
 
 def read_decoder_rope(keys: ConfigKeys) -> tuple[DecoderRope, float]:

@@ -11,7 +11,9 @@ T = TypeVar("T")
 ALIASES: dict[str, tuple[str, ...]] = {
     "hidden_size": ("dim",),
     "num_hidden_layers": ("n_layers",),
-    "num_attention_heads": ("n_heads",),
+    "num_attention_heads": ("n_heads", "num_heads"),
+    "num_key_value_heads": ("num_kv_heads",),
+    "attention_bias": ("qkv_bias",),
     "qk_rope_head_dim": ("rope_head_dim",),
     "n_routed_experts": ("num_local_experts",),
     "num_experts_per_tok": ("n_activated_experts",),

@@ -91,7 +91,7 @@ class ModelDrafter(PlainDraft):
         """See :meth:`.base.Drafter.observe`; only the step's tokens matter."""
         keys = step.plan.keys
         rows = torch.stack(tuple(keys)).cpu().numpy()
-        plan = build_plan(rows, self._cache.page_table, (1,))
+        plan = build_plan(rows, self._cache.page_table, self._cache.layout.ratios)
         self._forward(step.plan.gather(step.tokens), plan)
 
     @torch.inference_mode()
@@ -100,7 +100,7 @@ class ModelDrafter(PlainDraft):
         slots, starts = np.array(requests.slots, np.int64), np.array(requests.starts, np.int64)
 
         def advance(k: int, tokens: torch.Tensor) -> torch.Tensor:
-            plan = build_plan(rows_at(slots, starts + k), self._cache.page_table, (1,))
+            plan = build_plan(rows_at(slots, starts + k), self._cache.page_table, self._cache.layout.ratios)
             return self._model.head(self._model.norm(self._forward(tokens, plan)))
 
         return self._chain.draw(requests, noise, advance)

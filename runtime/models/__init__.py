@@ -18,6 +18,7 @@ MODELS: dict[str, str] = {
     "deepseek_v4": "deepseek_v4_family:DeepseekV4Family",
     "qwen3": "qwen3:Qwen3",
     "llama": "llama:Llama",
+    "nsa": "nsa:NSA",
     "deepseek_v3": "deepseek_v3:DeepseekV3",
     "deepseek_v32": "deepseek_v32:DeepseekV32",
 }
@@ -26,6 +27,7 @@ ARCHITECTURES: dict[str, str] = {
     "DeepseekV4ForCausalLM": "deepseek_v4",
     "Qwen3ForCausalLM": "qwen3",
     "LlamaForCausalLM": "llama",
+    "NSAForCausalLM": "nsa",
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "DeepseekV32ForCausalLM": "deepseek_v32",
 }

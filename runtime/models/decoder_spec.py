@@ -8,6 +8,7 @@ from ...layers.attention import AttentionSizes
 from ...layers.attention.dsa import DSASizes
 from ...layers.attention.gqa import GQASizes
 from ...layers.attention.mla import MLASizes
+from ...layers.attention.nsa import NSASizes
 from ...layers.mlp import MLPSizes
 from ...layers.moe import MoESizes
 from ..checkpoint.spec import TensorSpec
@@ -104,7 +105,17 @@ def dsa_parts(hidden: int, sizes: DSASizes) -> Parts:
     return mla_parts(hidden, sizes.latent) | {f"indexer.{name}": part for name, part in index.items()}
 
 
-ATTENTION_PARTS = {"gqa": gqa_parts, "injected": gqa_parts, "mla": mla_parts, "dsa": dsa_parts}
+def nsa_parts(hidden: int, sizes: NSASizes) -> Parts:
+    """As :func:`gqa_parts`."""
+    heads, dim, size = sizes.num_kv_heads, sizes.head_dim, sizes.kernel_size
+    parts = gqa_parts(hidden, sizes) | {"g_proj.weight": ((3 * sizes.num_heads, hidden), "linear")}
+    if sizes.compression == "mean":
+        return parts
+    learned = dict.fromkeys(("compress_key", "compress_value"), ((heads, size * dim, dim), "plain"))
+    return parts | learned | {"intra_block_pe": ((heads, size, dim), "plain")}
+
+
+ATTENTION_PARTS = {"gqa": gqa_parts, "injected": gqa_parts, "mla": mla_parts, "dsa": dsa_parts, "nsa": nsa_parts}
 
 
 def _ffn_parts(hidden: int, ffn: MLPSizes | MoESizes) -> Parts:
