@@ -66,7 +66,10 @@ def default_effort(shape: Shape) -> Effort:
     """Small problems are searched longer: their search costs little and their optimum is hard to meet."""
     flat = shape.node_shape() if shape.hierarchical else shape
     cycles = min(max(16, 2**14 // (flat.slots_per_gpu * flat.num_slots)), 60)
-    return Effort(num_cycles=cycles, patience=max(5, cycles // 4), room=50 if flat.num_slots >= 128 else 5)
+    effort = Effort(num_cycles=cycles, patience=max(5, cycles // 4))
+    if flat.num_slots < 128:
+        return effort._replace(room=5)
+    return effort._replace(room=30, most_again=32) if flat.slots_per_gpu > 3 else effort
 
 
 def default_aim(shape: Shape) -> Aim:
@@ -79,7 +82,7 @@ def default_aim(shape: Shape) -> Aim:
         return Aim(0.9999, 0.9999)
     if flat.slots_per_gpu > 5:
         return Aim(0.9995, 0.9985)
-    return Aim(0.9985, 0.9975) if flat.slots_per_gpu > 3 else Aim(0.9985, 0.9965)
+    return Aim(0.9985, 0.9965)
 
 
 def _place(load: np.ndarray, shape: Shape, core: Core, effort: Effort) -> np.ndarray:

@@ -126,6 +126,7 @@ class _Climb:
         self.slot, self.piece, self.load = rows.slot.ravel(), rows.piece.ravel(), rows.load.ravel()
         self.first_gpu = np.arange(num_rows) * num_gpus
         self.first_slot = self.first_gpu * self.num_slots
+        self.first_cost = self.first_slot * self.num_slots
         self.places = np.arange(self.num_slots)
         # Twice the larger of two loads after a swap = their sum + the absolute difference of the two.
         self.host = np.repeat(rows.load, self.num_slots, axis=1)
@@ -138,12 +139,11 @@ class _Climb:
         g = self.rows.load.argmax(1)
         top = self.load[self.first_gpu + g]
         mine = (self.first_slot + g * num_slots)[:, None] + self.places
-        np.add(self.gap[:, None], (top[:, None] - 2 * self.piece[mine])[:, :, None], out=cost)
+        np.add(self.gap[:, None], (top[:, None] - self.piece[mine] * 2)[:, :, None], out=cost)
         np.abs(cost, out=cost)
         cost += (self.host + top[:, None])[:, None]
-        flat = cost.reshape(len(g), -1)
-        best = flat.argmin(1)
-        better = flat[np.arange(len(g)), best] < 2 * top
+        best = cost.reshape(len(g), -1).argmin(1)
+        better = cost.ravel()[self.first_cost + best] < 2 * top
         i, place = np.divmod(best, self.gap.shape[1])
         above = top > goal
         going = better & above
@@ -166,10 +166,11 @@ class _Climb:
         a, b = self.piece[here], self.piece[there]
         self.slot[here], self.slot[there] = self.slot[there], self.slot[here]
         self.piece[here], self.piece[there] = b, a
-        self.load[mine[:, 0] // self.num_slots] += b - a
-        self.load[theirs[:, 0] // self.num_slots] += a - b
         both = np.concatenate((mine, theirs))
-        load = self.load[both[:, 0] // self.num_slots][:, None]
+        gpu, rise = both[:, 0] // self.num_slots, b - a
+        load = self.load[gpu] + np.concatenate((rise, -rise))
+        self.load[gpu] = load
+        load = load[:, None]
         self.host.ravel()[both] = load
         self.gap.ravel()[both] = 2 * self.piece[both] - load
 
