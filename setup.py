@@ -29,6 +29,8 @@ setup(
         "nccl-cu12": ["nvidia-nccl-cu12"],
         "mpi": ["mpi4py>=4.0"],
         "plot": ["matplotlib>=3.8"],
+        # For scripts/fuzz_atheris.py.
+        "fuzz": ["atheris>=3.0; platform_system == 'Linux'"],
         "dev": [
             "pytest>=8",
             "pytest-timeout>=2.3",

@@ -19,6 +19,7 @@ from .checkpoint.placement import check_layout
 from .digest import files_digest
 from .draft import OWN_PREDICTION, own_draft
 from .engine_config import EngineConfig, resolve
+from .load_plan import plan_load
 from .model_config import Config, load_model_config
 from .ranks_table import ranks_table
 from .tokenizer import Tokenizer
@@ -140,6 +141,7 @@ class _Plan:
             max_positions=self.model.max_position_embeddings,
             own_draft=self._own_draft(given),
         )
+        plan_load(self.config, self.model, topology, device)
         if self._world == 1:
             return {}
         options = {name: value for name, value in dataclasses.asdict(self.config).items() if name not in FILE_OPTIONS}

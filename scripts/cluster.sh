@@ -59,7 +59,7 @@ use_interface() {
     [ -n "$INTERFACE" ] || return 0
     export GLOO_SOCKET_IFNAME="$INTERFACE" NCCL_SOCKET_IFNAME="$INTERFACE"
     [ -n "$HEAD" ] && return 0
-    HEAD="$(ip -4 -o addr show dev "$INTERFACE" | awk '{ sub("/.*", "", $4); print $4; exit }')"
+    HEAD="$(ip -4 -o addr show dev "$INTERFACE" | awk 'NR == 1 { sub("/.*", "", $4); print $4 }')"
     [ -n "$HEAD" ] || fail "the interface $INTERFACE has no IPv4 address here"
 }
 
@@ -91,29 +91,37 @@ forward() {
     fi
 }
 
-# Runs $@ in the background until it ends, passing SIGTERM and SIGINT on to it; returns its status. An agent whose
-# ranks have all ended would wait long for a head that is gone, so it is ended.
+# An agent whose ranks have all ended would wait long for a head that is gone, so it is ended; $1 is its process.
+end_idle_agent() {
+    local idle=0 had_ranks=""
+    while sleep 1 && kill -0 "$1"; do
+        if pgrep -P "$1" >/dev/null; then
+            had_ranks=yes idle=0
+        elif [ -n "$had_ranks" ]; then
+            idle=$((idle + 1))
+            if [ "$idle" -ge 60 ] || { [ "$idle" -ge 2 ] && head_is_cut_off; }; then
+                kill -KILL "$1" || true
+            fi
+        fi
+    done
+}
+
+# Runs $@ in the background until it ends, passing SIGTERM and SIGINT on to it; returns its status.
 supervise() {
-    local pid status=0 idle=0 had_ranks=""
+    local pid watch status=0
     "$@" &
     pid=$!
+    end_idle_agent "$pid" >/dev/null 2>&1 &
+    watch=$!
     # shellcheck disable=SC2064 # what is known now
     trap "forward TERM $pid $1 || true" TERM
     # shellcheck disable=SC2064
     trap "forward INT $pid $1 || true; interrupted=yes" INT
     while kill -0 "$pid" 2>/dev/null; do
-        sleep 1 &
-        wait $! || true
-        if pgrep -P "$pid" >/dev/null; then
-            had_ranks=yes idle=0
-        elif [ -n "$had_ranks" ]; then
-            idle=$((idle + 1))
-            if [ "$idle" -ge 60 ] || { [ "$idle" -ge 2 ] && head_is_cut_off; }; then
-                kill -KILL "$pid" 2>/dev/null || true
-            fi
-        fi
+        wait "$pid" || true  # a signal ends the wait, but not what is waited for
     done
     wait "$pid" || status=$?
+    kill "$watch" 2>/dev/null || true
     [ -z "${interrupted:-}" ] || status=130
     return "$status"
 }

@@ -230,10 +230,14 @@ def change_value(value: Any, draw: random.Random) -> Any:
 
 
 def run_case(reader: Reader, draw: random.Random, folder: pathlib.Path) -> str:
-    """Reads one broken file in ``folder``; "read" or "refused". Anything else is raised."""
+    """Reads one broken file in ``folder``, as :func:`read_case`."""
     name = draw.choice(sorted(reader.files))
-    path = folder / name
-    path.write_bytes(mutate(reader.files[name], draw))
+    return read_case(reader, folder / name, mutate(reader.files[name], draw))
+
+
+def read_case(reader: Reader, path: pathlib.Path, data: bytes) -> str:
+    """Reads ``data`` as the file ``path``; "read" or "refused". Anything else is raised."""
+    path.write_bytes(data)
     try:
         reader.read(path)
     except (ValueError, OSError) as error:

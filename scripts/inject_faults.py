@@ -232,8 +232,9 @@ def experiment(launcher: str, fault: str, expected: dict[str, list[int]], resume
             until(lambda: job.status() is not None, "the end")
             seconds, status, text = time.monotonic() - begun, job.status(), job.text()
         left = subprocess.run(["pgrep", "-f", str(out)], capture_output=True, text=True).stdout.split()
-        texts = [text, *(file.read_text() for file in folder.rglob("*.log"))]  # rank 0 is first, if it could speak
+        texts = [text, *(file.read_text() for file in folder.rglob("*.log"))]
         said = [line for one in texts for line in one.splitlines() if line.startswith("dspark: ")]
+        said.sort(key=lambda line: " on " not in line)  # first of all what names a host
         checked = "nothing written"
         if FAULTS[fault] is None:
             out.unlink()

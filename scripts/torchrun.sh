@@ -32,7 +32,7 @@ for ((local_rank = 0; local_rank < PROCS; local_rank++)); do
     [ "$NODE_RANK$local_rank" = 00 ] || redirects+=("$local_rank:3")
 done
 redirects=(${redirects[@]+--redirects "$(IFS=, && printf '%s' "${redirects[*]}")"})
-agent=("$PYTHON" -m torch.distributed.run --nnodes "$NODES" --nproc-per-node "$PROCS" --node-rank "$NODE_RANK"
+agent=("$PYTHON" -m dspark.parallel.agent --nnodes "$NODES" --nproc-per-node "$PROCS" --node-rank "$NODE_RANK"
     --master-addr "${HEAD:-127.0.0.1}" --master-port "$PORT" --max-restarts 0 --log-dir "$LOGS" ${redirects[@]+"${redirects[@]}"}
     -m dspark.runtime "${COMMAND[@]}")
 if [ -n "$DRY_RUN" ]; then

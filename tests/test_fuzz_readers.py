@@ -2,6 +2,7 @@
 
 import pathlib
 import random
+import subprocess
 import sys
 
 import pytest
@@ -50,3 +51,13 @@ def test_the_good_files_are_good(name, tmp_path):
         folder.mkdir()
         (folder / file).write_bytes(data)
         READERS[name].read(folder / file)
+
+
+def test_a_few_cases_led_by_coverage():
+    pytest.importorskip("atheris", reason="atheris is not installed (dspark[fuzz])")
+    script = str(pathlib.Path(fuzz_readers.__file__).with_name("fuzz_atheris.py"))
+    command = [sys.executable, script, "--only", "hosts", "--runs", "200"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    name, cases, places, *_ = done.stdout.splitlines()[1].split()
+    assert (name, cases) == ("hosts", "200") and int(places) > 9, "the branches of the parser are seen"

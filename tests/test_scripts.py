@@ -70,7 +70,7 @@ def test_the_srun_script_sets_what_ranks_read_and_carries_the_status(tmp_path):
     """Under a fake srun that runs one task: address from the node list, port from the job's id, its status."""
     tools = tmp_path / "tools"
     fake(tools, "srun", 'env | grep -E "^(MASTER|DSPARK)_" | sort; printf "%s\\n" "$*"; exit 7')
-    fake(tools, "scontrol", 'case "$*" in *hostnames*) echo n0; echo n1 ;; *) echo "x NodeAddr=10.1.2.3 y" ;; esac')
+    fake(tools, "scontrol", 'case "$*" in *hostnames*) seq -f n%.0f 0 99999 ;; *) echo "x NodeAddr=10.1.2.3 y" ;; esac')
     fake(tools, "getent", "exit 2")
     slurm = {"SLURM_JOB_ID": "20001", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[0-1]"}
     done = launcher("slurm-srun.sbatch", "--logs", str(tmp_path / "l"), "generate", tools=tools, **slurm)

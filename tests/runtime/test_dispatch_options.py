@@ -3,7 +3,7 @@
 import pytest
 from dspark.parallel.topology import Topology
 from dspark.runtime.engine_config import EngineConfig
-from dspark.runtime.load import dispatch_options
+from dspark.runtime.load_plan import dispatch_options
 
 
 def limit(topology=Topology(), verified=4, drafted=8, **options):  # noqa: B008

@@ -2,10 +2,12 @@
 
 import numpy as np
 import pytest
+import torch
 from dspark.eplb.balance import plan
 from dspark.eplb.files import read_loads, write_map
 from dspark.eplb.loads import read_windows
 from dspark.parallel.topology import Topology
+from dspark.runtime import job
 from dspark.runtime.cli import main
 from dspark.runtime.engine_config import EngineConfig
 
@@ -76,6 +78,14 @@ def test_maps_that_do_not_fit(placed, tmp_path):
         placed.make_engine(None, 0, draft="none", init_expert_location=str(tmp_path / "map.json"))
     with pytest.raises(ValueError, match="--num-redundant-draft-experts is given, but there is no draft"):
         placed.make_engine(None, 0, draft="none", num_redundant_draft_experts=2)
+
+
+def test_a_map_that_does_not_fit_is_found_before_ranks_meet(tmp_path):
+    write_map(tmp_path / "map.json", plan(np.ones((3, 16)), 1))
+    config = EngineConfig(init_expert_location=str(tmp_path / "map.json"))
+    found = job._Plan(config, lambda world, nodes: Topology.make(world), 2)
+    with pytest.raises(ValueError, match="--init-expert-location .* maps 3 layers of 16 slots"):
+        found.describe(torch.device("cpu"))
 
 
 def test_a_record_without_a_place_is_refused_before_weights_are_read(capfd):
