@@ -81,7 +81,7 @@ class HostHeads:
             if probs is None:
                 prev = logits.argmax(axis=1)
             else:
-                prev = _sample(logits, temperatures, uniforms[:, k], probs[:, k])
+                prev = sample_rows(logits, temperatures, uniforms[:, k], probs[:, k])
             tokens[:, k] = prev
         return HostDraftBlock(tokens, probs, self.confidence(hidden, anchors, tokens))
 
@@ -120,7 +120,7 @@ class HostHeads:
         return z
 
 
-def _sample(logits: np.ndarray, temperatures: np.ndarray, uniforms: np.ndarray, probs: np.ndarray) -> np.ndarray:
+def sample_rows(logits: np.ndarray, temperatures: np.ndarray, uniforms: np.ndarray, probs: np.ndarray) -> np.ndarray:
     """Tokens [B] at ``temperatures`` [B] by inverse CDF; their laws are written to ``probs`` [B, V] float64."""
     greedy = temperatures == 0
     scale = (1.0 / np.where(greedy, 1.0, np.maximum(temperatures, MIN_TEMPERATURE))).astype(logits.dtype)

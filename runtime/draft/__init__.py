@@ -21,6 +21,7 @@ DRAFTERS: dict[str, str] = {
     "mtp": "mtp:MTPDrafter",
     "dspark_dense": "block:BlockDrafter",
     "dflash": "block:BlockDrafter",
+    "dflash2": "block:BlockDrafter",
     "eagle": "eagle:EagleDrafter",
     "eagle3": "eagle3:Eagle3Drafter",
     "mtp_v3": "mtp_v3:MTPV3Drafter",
@@ -43,7 +44,7 @@ def own_draft(config: Config, folder: str | None = None) -> str:
 # model type -> the draft that its one prediction layer is
 OWN_PREDICTION: dict[str, str] = {"deepseek_v4": "mtp", "deepseek_v3": "mtp_v3"}
 # drafts that are read from a folder of their own
-FROM_FOLDER = frozenset(("dspark_dense", "dflash", "eagle", "eagle3", "model"))
+FROM_FOLDER = frozenset(("dspark_dense", "dflash", "dflash2", "eagle", "eagle3", "model"))
 
 
 def draft_config(name: str, config: Config, folder: str | None) -> Config | DraftFiles:

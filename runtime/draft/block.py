@@ -1,4 +1,4 @@
-"""Drafts of a whole block in one forward over injected target features: DFlash, and DSpark for dense targets.
+"""Drafts of a whole block in one forward over injected target features: DFlash 1 and 2, and DSpark for dense targets.
 
 Legend: R requests, γ drafts a block, w rows of a block, T rows of a target step, D hidden width, V vocabulary, P
 position of a request's anchor.
@@ -7,7 +7,8 @@ Context: for every position the target has passed, the outputs of the tapped lay
 ``hidden_norm`` once, and each layer keeps keys and values of that by position. Block: the anchor and masks at P .. P +
 w - 1, where every row sees the context before P and the whole block. The public DFlash layout predicts from the rows
 behind the anchor (w = γ + 1), the DSpark layout from the anchor on (w = γ), with a Markov head that draws left to
-right and a confidence head. Embedding and head are the target's.
+right and a confidence head. DFlash 2 adds convolutions and a selector, see :mod:`.dflash2`. Embedding and head are
+the target's.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 
 from ...layers.attention.injected import InjectedSizes
 from ...layers.attention.plan import build_plan
+from ...layers.candidate_selector import CandidateSelector, SelectorSizes
 from ...layers.draft_heads import load_confidence_head, load_markov_head
 from ...layers.draft_heads_host import HostDraftBlock, HostHeads
 from ...layers.kernels import Kernels
@@ -28,6 +30,7 @@ from ...layers.norm import RMSNorm
 from ...layers.params import ParamSource, Scope
 from ...layers.probe import ignore
 from ...layers.stages import drain
+from ...layers.suffix_conv import ConvSizes
 from ...parallel.groups import Groups
 from ..checkpoint.config_file import or_default
 from ..checkpoint.config_keys import ConfigKeys
@@ -38,6 +41,7 @@ from ..models.decoder_config import DecoderConfig
 from ..models.decoder_spec import Parts, block_parts
 from ..step import Step
 from .base import DraftNoise, DraftRequests, DraftRoom
+from .dflash2 import ConvolvedLayer, read_refinement, refinement_parts
 from .files import (
     DraftFiles,
     StoredDraft,
@@ -66,6 +70,8 @@ class BlockConfig:
     markov_head_type: str = "vanilla"
     has_confidence: bool = False
     confidence_with_markov: bool = False
+    selector: SelectorSizes | None = None
+    conv: ConvSizes | None = None
 
     @property
     def width(self) -> int:
@@ -83,15 +89,19 @@ class BlockConfig:
         nested = keys.optional_dict("dflash_config")
         own = keys if nested is None else nested
         ids = own.optional_list("target_layer_ids", int, MAX_BLOCK)
-        mask, block = own.required_int("mask_token_id"), keys.required_int("block_size")
+        mask, block = (
+            own.required_int("mask_token_id"),
+            (own if "block_size" in own else keys).required_int("block_size"),
+        )
         within("mask_token_id of the draft", mask, 0, files.target.vocab_size - 1)
         within("block_size of the draft", block, 1 if nested is None else 2, MAX_BLOCK)
         chosen = target_layers(own, ids, files.target)
         if nested is not None:
-            unbuilt = [name for name in ("selector_rank", "conv_kernel_size") if nested.optional_int(name)]
-            if unbuilt:
-                raise nested.error(f"{unbuilt[0]} announces a DFlash 2 draft, which is not supported")
-            return cls(layers, block - 1, True, mask, chosen)
+            plain = cls(layers, block - 1, True, mask, chosen)
+            if files.format != "dflash2":
+                return plain
+            selector, conv = read_refinement(nested, keys, layers, block)
+            return dataclasses.replace(plain, selector=selector, conv=conv)
         rank, kind = keys.required_int("markov_rank"), or_default(keys.optional_str("markov_head_type"), "vanilla")
         if kind not in MARKOV_HEAD_TYPES:
             raise keys.error(f"markov_head_type is {kind!r:.40}, not one of {', '.join(MARKOV_HEAD_TYPES)}")
@@ -124,6 +134,8 @@ class BlockConfig:
             width = hidden + (rank if self.confidence_with_markov else 0)
             parts |= {"confidence_head.proj.weight": ((1, width), "plain")}
             parts |= {"confidence_head.proj.bias": ((1,), "plain")}
+        if self.selector is not None:
+            parts |= refinement_parts(self.selector, self.conv, layers)
         return stored_draft(parts, {name: name for name in ("embed.weight", "head.weight")})
 
 
@@ -153,10 +165,13 @@ class BlockDrafter:
         hidden, eps = layers.hidden_size, layers.rms_norm_eps
         self._fc = MergedLinear(top, [Part("fc.weight", 0, hidden)], kernels)
         self._context_norm, self._norm = (RMSNorm(top, name, eps, kernels) for name in ("hidden_norm", "norm"))
-        self._layers = [
-            DecoderLayer(top.scope(f"layers.{n}"), attention, ffn, eps, rope, groups, kernels, n, all_to_all=False)
-            for n, (attention, ffn) in enumerate(zip(layers.attention, layers.ffn))
-        ]
+        self._layers = []
+        for n, sizes in enumerate(zip(layers.attention, layers.ffn)):
+            parts = (top.scope(f"layers.{n}"), *sizes, eps, rope, groups, kernels, n)
+            plain = config.conv is None
+            self._layers.append(
+                DecoderLayer(*parts, all_to_all=False) if plain else ConvolvedLayer(*parts, config.conv)
+            )
         shapes = tuple(sizes.cache(groups.attn_tp.size) for sizes in layers.attention)
         self._cache = own_pages(shapes, room.num_slots, room.max_context + config.width, device, dtype)
         markov = confidence = None
@@ -164,7 +179,9 @@ class BlockDrafter:
             markov = load_markov_head(config.markov_head_type, top.scope("markov_head"), hidden)
         if config.has_confidence:
             confidence = load_confidence_head(top.scope("confidence_head"), has_bias=True)
-        self._heads = HostHeads(markov, confidence)
+        self._heads, self._selector = HostHeads(markov, confidence), None
+        if config.selector is not None:
+            self._selector = CandidateSelector(top.scope("candidate_selector"), config.selector)
 
     @classmethod
     def tap_layers(cls, config: Any) -> tuple[int, ...]:
@@ -219,8 +236,11 @@ class BlockDrafter:
         hidden, base_logits = self.forward(requests)
         if noise is None:
             return None
+        anchors = np.array(requests.anchors, np.int64)
+        if self._selector is not None:
+            return self._selector.draw_block(hidden, base_logits, anchors, *noise)
         hidden, base_logits = (x.float().cpu().numpy() for x in (hidden, base_logits))
-        return self._heads.draw_block(base_logits, hidden, np.array(requests.anchors, np.int64), *noise)
+        return self._heads.draw_block(base_logits, hidden, anchors, *noise)
 
     @torch.inference_mode()
     def forward(self, requests: DraftRequests) -> tuple[torch.Tensor, torch.Tensor]:

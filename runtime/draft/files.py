@@ -56,7 +56,7 @@ class DraftFiles:
         if "markov_rank" in keys:
             return "dspark_dense"
         if "dflash_config" in keys:
-            return "dflash"
+            return "dflash2" if announces_dflash2(keys) else "dflash"
         if "eagle" in str(name).lower() or keys.get("model_type") == "eagle" or self._joins_features():
             return "eagle"
         if keys.get("model_type") in MODELS:
@@ -103,6 +103,13 @@ class StoredDraft:
     def routed_blocks(self, with_draft: bool) -> list[tuple[str, int]]:
         """None."""
         return []
+
+
+def announces_dflash2(keys: dict[str, Any]) -> bool:
+    """Whether a parsed ``config.json`` with a ``dflash_config`` has a selector or convolutions."""
+    nested = keys["dflash_config"]
+    both = keys | (nested if isinstance(nested, dict) else {})
+    return any(both.get(name) for name in ("selector_rank", "conv_kernel_size"))
 
 
 def stored_draft(

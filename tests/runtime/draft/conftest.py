@@ -154,6 +154,12 @@ def eagle_draft(target, seed=1, noise=0.1):
 
 
 @pytest.fixture(scope="session")
+def speculative_data():
+    """Where the reference data of drafts lies."""
+    return SPECULATIVE
+
+
+@pytest.fixture(scope="session")
 def dense(tmp_path_factory):
     """See :class:`Dense`."""
     return Dense(tmp_path_factory.mktemp("dense"))

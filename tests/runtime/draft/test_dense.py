@@ -24,7 +24,7 @@ from scipy.stats import chi2
 DATA = pathlib.Path(__file__).resolve().parents[2] / "data" / "speculative"
 CPU = torch.device("cpu")
 TOLERANCE = 2e-5
-KINDS = ("dspark", "dflash", "eagle3", "eagle3_few", "model", "ngram", "mtp_v3")
+KINDS = ("dspark", "dflash", "dflash2", "eagle3", "eagle3_few", "model", "ngram", "mtp_v3")
 BASE = {"dtype": "float32"}
 
 
@@ -53,6 +53,7 @@ def folders(tmp_path_factory):
         meta, tensors = stored(name)
         made[name] = write(root / name, meta["draft"] | BASE, tensors, "draft.")
     tensors = {k.removeprefix("draft."): v for k, v in tensors.items() if k.startswith("draft.")}
+    made["dflash2"] = refined(root / "dflash2")
     made["eagle3_few"] = few_tokens(root / "eagle3_few", meta["draft"], tensors)
     made["model"] = other_model(root / "model", made["target"])
     return made
@@ -65,6 +66,22 @@ def few_tokens(folder, config, tensors):
     tensors |= {"lm_head.weight": tensors["lm_head.weight"][kept], "d2t": kept - torch.arange(len(kept))}
     tensors["t2d"] = torch.isin(torch.arange(24), kept)
     return write(folder, config | BASE | {"draft_vocab_size": len(kept)}, tensors)
+
+
+def refined(folder):
+    """The DFlash draft with convolutions near the identity, and a made-up selector over 6 tokens."""
+    meta, tensors = stored("dflash")
+    tensors = {k.removeprefix("draft."): v for k, v in tensors.items() if k.startswith("draft.")}
+    for name in (f"layers.{layer}.{name}_conv" for layer in range(2) for name in ("attention", "mlp")):
+        tensors[f"{name}.base_kernel"] = torch.tensor([1.0, 0.1]).view(1, 2, 1).repeat(2, 1, 32)
+        tensors[f"{name}.kernel_projection.weight"] = torch.zeros(2 * 2 * 4, 32)
+    generator = torch.Generator().manual_seed(6)
+    tensors["candidate_selector.hidden_projection.weight"] = 0.1 * torch.randn(4, 32, generator=generator)
+    for side in ("predecessor", "successor"):
+        tensors[f"candidate_selector.{side}_codebook"] = torch.randn(24, 4, generator=generator)
+    added = {"selector_rank": 4, "selector_top_k": 6, "conv_kernel_size": 2, "conv_group_size": 8}
+    draft = meta["draft"] | BASE
+    return write(folder, draft | {"dflash_config": draft["dflash_config"] | added}, tensors)
 
 
 def other_model(folder, target):
@@ -199,6 +216,55 @@ def test_dspark_against_its_own_code(folders):
         assert np.abs(watch.verdicts[n][0][0] - golden[f"cycle{n}.conf"].numpy()).max() < TOLERANCE
 
 
+def test_ends_of_dspark_against_its_own_code(folders):
+    """At a stop token inside a block, at a length, and with blocks that are trimmed by confidence."""
+    meta, golden = stored("dspark")
+    prompt = golden["prompt"].tolist()
+
+    def output(engine, **params):
+        tokens, _ = run(engine, [Request("a", tuple(prompt), SamplingParams(ignore_eos=True, **params))])
+        return [*prompt, *tokens["a"]]
+
+    engine = load(folders["target"], folders["dspark"])
+    stop = (meta["stop"]["stop_token"],)
+    assert output(engine, max_new_tokens=40, stop_token_ids=stop) == meta["stop"]["output"]
+    assert output(engine, max_new_tokens=7) == meta["max_new_tokens_7"]
+    engine, lens, kept = load(folders["target"], folders["dspark"], confidence_threshold=0.5), [], []
+    engine.record(
+        lambda confidence, given, accepted, emitted: (lens.append(int(given[0])), kept.append(int(accepted[0])))
+    )
+    assert output(engine, max_new_tokens=40) == golden["greedy_rollout"].tolist()[: len(prompt) + 40]
+    trimmed = meta["confidence_threshold_0.5"]
+    # Behind the last whole cycle the blocks are cut by the length.
+    whole = len(lens) - 1
+    assert whole > 25 and lens[:whole] == trimmed["proposed"][:whole] and kept[:whole] == trimmed["accepted"][:whole]
+
+
+def tapped(engine):
+    """The features that the drafter of an engine is told of, step by step."""
+    found, observe = [], engine.drafter.observe
+
+    def noted(taps, step):
+        found.append(taps)
+        observe(taps, step)
+
+    engine.drafter.observe = noted
+    return found
+
+
+@pytest.mark.parametrize("name", ["dspark", "dflash"])
+def test_features_against_other_code(name, folders):
+    """What is injected of the prompt and of each verified step, up to the rejected rows."""
+    _, golden = stored(name)
+    prompt = stored("dspark")[1]["prompt"].tolist()
+    engine = load(folders["target"], folders[name], chunk_size=64)
+    taps = tapped(engine)
+    run(engine, [Request("a", tuple(prompt), SamplingParams(max_new_tokens=20, ignore_eos=True))])
+    for n in range(4):
+        expected = golden[f"cycle{n}.context_hidden"]
+        assert (taps[n][: len(expected)] - expected).abs().max() < TOLERANCE
+
+
 def test_dflash_against_its_own_code(folders):
     meta, golden = stored("dflash")
     prompt = stored("dspark")[1]["prompt"].tolist()
@@ -230,6 +296,8 @@ def test_eagle3_against_its_own_code(folders):
             at = np.array([[11 + n], [0], [11 + n], [12 + n], [0]])
             plan = build_plan(at, drafter.cache.page_table, (1,))
             state, logits = drafter.forward(torch.tensor(tokens[-1:]), state, plan, (1,))
+            if n < 3:
+                assert (state[0] - golden["chain_hidden"][n + 1]).abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -247,7 +315,7 @@ def test_greedy_tokens(kind, pair):
     for case in cases:
         got, specs = run(load(target, folder, draft, **case), greedy_requests())
         assert got == expected, f"{kind} {case}"
-        assert kind in ("dflash", "eagle3_few") or sum(spec["accepted"] for spec in specs) > 0
+        assert kind in ("dflash", "dflash2", "eagle3_few") or sum(spec["accepted"] for spec in specs) > 0
         assert all(spec["accepted"] <= spec["verified"] <= spec["drafted"] for spec in specs)
 
 
