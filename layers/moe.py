@@ -10,7 +10,7 @@ adds the whole shared expert to its own rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ import torch
 from ..comm.collectives import all_reduce
 from ..comm.dispatch import Exchange, Received
 from ..parallel.groups import Group, Groups
-from .expert_slots import ExpertSlots
+from .expert_slots import CopyRule, ExpertSlots
 from .kernels import Kernels
 from .kernels.moe import Routing
 from .linear import MergedColumnParallelLinear, RowParallelLinear, columns_of, divide
@@ -30,7 +30,8 @@ from .stages import Point, Stages
 class MoESizes(NamedTuple):
     """``limit``: the swiglu clamp, infinity for none. ``hashed``: experts are chosen by token id.
     Experts are chosen from the best ``topk_groups`` of ``num_groups`` groups of neighbouring experts.
-    ``slots``: the expert in every slot, contiguous by rank of moe_ep; None: each once, in order, for good."""
+    ``slots``: the expert in every slot, contiguous by rank of moe_ep; None: each once, in order, for good.
+    ``copy_rule``: of slots and this rank of moe_ep, see :class:`ExpertSlots`."""
 
     hidden_size: int
     num_experts: int
@@ -45,6 +46,7 @@ class MoESizes(NamedTuple):
     num_groups: int = 1
     topk_groups: int = 1
     slots: tuple[int, ...] | None = None
+    copy_rule: Callable[[Sequence[int], int], CopyRule | None] = lambda slots, rank: None
 
     @property
     def num_slots(self) -> int:
@@ -181,8 +183,10 @@ class MoE:
             # Rows that travel are this rank's own; else its attn_tp peers route the same ones and must agree.
             turn = groups.tp.rank if all_to_all else groups.attn_rows.rank
             counts = all_to_all or groups.attn_tp.rank == 0
-            device = self.weights[0].device
-            self.slots = ExpertSlots(sizes.slots, sizes.num_experts, turn, counts, device)
+            device, ep_rank = self.weights[0].device, groups.moe_ep.rank
+            rows = groups.moe_block if all_to_all else groups.moe_rows
+            rule = lambda slots: sizes.copy_rule(slots, ep_rank)
+            self.slots = ExpertSlots(sizes.slots, sizes.num_experts, turn, counts, device, rows, rule)
 
     @property
     def weights(self) -> Sequence[torch.Tensor]:

@@ -24,6 +24,7 @@ EXPECTED_SHARES = {"worst_case": None, "optimistic": 0.7}
 OVERLAP_MODES = ("none", "tbo", "sbo")
 DISPATCHERS = ("standard", "normal", "low_latency", "auto")
 DISPATCH_BACKENDS = ("auto", "torch", "deep_ep", "deep_ep_elastic")
+REPLICA_SPLITS = ("even", "nearest", "weighted")
 MAX_CHUNK_SIZE = 1 << 20
 MAX_RUNNING = 1 << 16
 MAX_REDUNDANT = 1 << 16
@@ -63,6 +64,7 @@ class EngineConfig:
     on the busiest rank a step is run without overlap, since that would cost more than it hides.
 
     Experts: ``num_redundant_experts`` slots a layer beyond one per expert, and the same for a draft's own experts;
+    ``replica_split``: which copy of an expert a pick goes to: in turn, the nearest, or such that ranks get alike.
     ``init_..._location``: files that say which expert each slot holds at the start. ``eplb_record``: a file for counts
     of expert picks, ``eplb_draft_record`` for the draft's. With ``eplb_interval`` experts are rebalanced after every so
     many steps if their balance is below ``eplb_threshold``, until ``eplb_target`` is reached in every layer or
@@ -111,6 +113,7 @@ class EngineConfig:
     init_draft_expert_location: str | None = None
     eplb_record: str | None = None
     eplb_draft_record: str | None = None
+    replica_split: str = "even"
     eplb_interval: int | None = None
     eplb_threshold: float = 1.0
     eplb_target: float = 0.98
@@ -255,6 +258,7 @@ def _check_values(config: EngineConfig) -> None:
         ("overlap", OVERLAP_MODES),
         ("dispatcher", DISPATCHERS),
         ("dispatch_backend", DISPATCH_BACKENDS),
+        ("replica_split", REPLICA_SPLITS),
     ):
         if getattr(config, name) not in allowed:
             raise ValueError(f"{_flag(name)} is {getattr(config, name)!r}; allowed: {', '.join(allowed)}")
@@ -300,6 +304,10 @@ def _check_effect(config: EngineConfig) -> None:
         raise ValueError(f"--max-tokens-per-rank {config.max_tokens_per_rank}: {chosen} has no fixed buffers")
     if config.fp8_dispatch and not kind.sends_fp8:
         raise ValueError(f"--fp8-dispatch: {chosen} sends no 8-bit floats")
+    if config.replica_split != "even" and not (config.num_redundant_experts or config.num_redundant_draft_experts):
+        raise ValueError(f"--replica-split {config.replica_split} needs copies: give --num-redundant-experts")
+    if config.replica_split == "nearest" and not config.all_to_all:
+        raise ValueError("--replica-split nearest: with the dispatcher standard no row travels, so no copy is nearer")
     for name in ("eplb_threshold", "eplb_target", "eplb_max_moves", "eplb_layers_per_step"):
         value = getattr(config, name)
         if config.eplb_interval is None and value != getattr(EngineConfig, name):

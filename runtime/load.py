@@ -48,7 +48,7 @@ def load_engine(
     dtype = getattr(torch, config.dtype)
     reader = CheckpointReader(config.model, model_config, dtype, progress=progress)
     source = OnDevice(reader, device)
-    target, own = (placed and placed.placement for placed in plan.placements)
+    target, own = plan.placements
     sizes = (config.max_context, device, plan.taps, dtype, draft.tap_kind, plan.dispatch, target)
     model = family(model_config.model_type).build(model_config, source, groups, plan.kernels, *sizes)
     num_rows = draft_rows(draft, settings, max_verify)

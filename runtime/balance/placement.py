@@ -8,11 +8,13 @@ from typing import NamedTuple
 from ...eplb.files import read_map
 from ...eplb.placement import Placement, trivial_slots
 from ...eplb.shape import Shape
+from ...layers.expert_slots import CopyRule
 from ...parallel.groups import Group, Groups
 from ...parallel.pipeline import stage_layers
 from ...parallel.topology import Topology
 from ..engine_config import EngineConfig
 from ..model_config import Config
+from .split import copy_rule
 
 ExpertLinks = tuple[Group, Group] | None
 """Connections of moe_ep for what moves of the target and of the draft, which may move at the same time; None where
@@ -25,10 +27,16 @@ def expert_links(config: EngineConfig, groups: Groups) -> ExpertLinks:
 
 
 class PlacedExperts(NamedTuple):
-    """``placement``: of all layers that have experts. ``by_stage``: how many of them each pipeline stage has."""
+    """``placement``: of all layers that have experts. ``by_stage``: how many of them each pipeline stage has.
+    ``split``: which copy of an expert a pick goes to, a value of ``--replica-split``."""
 
     placement: Placement
     by_stage: tuple[int, ...]
+    split: str
+
+    def copy_rule(self, slots: Sequence[int], rank: int) -> CopyRule | None:
+        """See :func:`.split.copy_rule`."""
+        return copy_rule(self.split, slots, self.placement.shape, rank)
 
     def of_stage(self, stage: int) -> Placement:
         """The part of one stage, which must have such layers."""
@@ -56,17 +64,20 @@ def expert_placements(config: EngineConfig, model: Config, topology: Topology, h
     drafts = [number for name, number in blocks if not name.startswith("layers.")]
     if not layers:
         raise ValueError("there is no expert to place: the model has none")
+    split = config.replica_split
+    if split != "even" and topology.ep == 1:
+        raise ValueError(f"--replica-split {split}: with --ep 1 all copies of an expert are on every rank")
     by_stage = tuple(sum(layer in layers for layer in stage) for stage in stage_layers(model.num_layers, topology.pp))
     target = _placement("", config.init_expert_location, list(layers.values()), config.num_redundant_experts, topology)
     if not drafts:
         for name in ("num_redundant_draft_experts", "init_draft_expert_location", "eplb_draft_record"):
             if getattr(config, name):
                 raise ValueError(f"--{name.replace('_', '-')} is given, but there is no draft with experts")
-        return ExpertPlacements(PlacedExperts(target, by_stage))
+        return ExpertPlacements(PlacedExperts(target, by_stage, split))
     path = config.init_draft_expert_location
     draft = _placement("draft-", path, drafts, config.num_redundant_draft_experts, topology)
     on_last = (0,) * (topology.pp - 1) + (len(drafts),)
-    return ExpertPlacements(PlacedExperts(target, by_stage), PlacedExperts(draft, on_last))
+    return ExpertPlacements(PlacedExperts(target, by_stage, split), PlacedExperts(draft, on_last, split))
 
 
 def _placement(

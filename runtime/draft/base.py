@@ -10,12 +10,12 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from ...eplb.placement import Placement
 from ...layers.draft_heads_host import HostDraftBlock
 from ...layers.kernels import Kernels
 from ...layers.moe import MoE
 from ...layers.params import ParamSource
 from ...parallel.groups import Groups
+from ..balance.placement import PlacedExperts
 from ..cache import Cache
 from ..model_config import Config
 from ..models.base import Model, TapKind
@@ -51,7 +51,7 @@ class DraftRoom(NamedTuple):
     num_slots: int
     max_context: int
     max_verify: int
-    experts: Placement | None = None
+    experts: PlacedExperts | None = None
 
 
 class DraftElsewhere(NamedTuple):

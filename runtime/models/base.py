@@ -12,7 +12,6 @@ import torch
 
 from ...comm.dispatch import DispatchOptions
 from ...comm.pipeline import StageLink
-from ...eplb.placement import Placement
 from ...layers.attention.plan import CacheRows
 from ...layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from ...layers.kernels import Kernels
@@ -21,6 +20,7 @@ from ...layers.params import ParamSource
 from ...layers.probe import Probe, ignore
 from ...parallel.groups import Groups
 from ...parallel.topology import Topology
+from ..balance.placement import PlacedExperts
 from ..cache import Cache
 from ..model_config import Config
 from ..step import Step
@@ -40,9 +40,11 @@ class ModelOutput(NamedTuple):
 STANDARD = DispatchOptions()
 
 
-def placed(moe: MoESizes, experts: Placement | None, index: int) -> MoESizes:
-    """``moe`` with the slots of one layer of a placement; ``index`` counts the layers that have experts."""
-    return moe if experts is None else moe._replace(slots=tuple(experts.slots[index].tolist()))
+def placed(moe: MoESizes, experts: PlacedExperts | None, index: int) -> MoESizes:
+    """``moe`` with the slots of one layer of ``experts``; ``index`` counts the layers that have some."""
+    if experts is None:
+        return moe
+    return moe._replace(slots=tuple(experts.placement.slots[index].tolist()), copy_rule=experts.copy_rule)
 
 
 class Model(Protocol):
@@ -121,7 +123,7 @@ class Family(Protocol):
         dtype: torch.dtype = torch.float32,
         tap_kind: TapKind = "mean",
         dispatch: DispatchOptions = STANDARD,
-        experts: Placement | None = None,
+        experts: PlacedExperts | None = None,
     ) -> Model:
         """The model on this rank, with room for ``max_context`` positions; ``tap_layers`` are handed to the draft;
         ``dispatch``: how rows reach their experts; ``experts``: where these are, one row for each layer that has any,

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 
 from ...comm.dispatch import DispatchOptions, Exchange
-from ...eplb.placement import Placement
 from ...layers.attention import AttentionSizes, make_attention
 from ...layers.attention.plan import AttentionPlan, LayerCache
 from ...layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -25,6 +24,7 @@ from ...layers.rope import RopeTable, build_rope_table
 from ...layers.stages import Stages
 from ...parallel.groups import Groups
 from ...parallel.pipeline import stage_layers
+from ..balance.placement import PlacedExperts
 from ..cache import Cache
 from .base import STANDARD, ModelOutput, placed
 from .decoder_config import DecoderConfig
@@ -117,7 +117,7 @@ class Decoder(Staged[Activations]):
         tap_layers: tuple[int, ...] = (),
         dtype: torch.dtype = torch.float32,
         dispatch: DispatchOptions = STANDARD,
-        experts: Placement | None = None,
+        experts: PlacedExperts | None = None,
     ) -> None:
         super().__init__(config.routed and placed(config.routed, experts, 0), dispatch, groups, dtype, device)
         self.config, self._tap_layers = config, tap_layers

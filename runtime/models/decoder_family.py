@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from ...comm.dispatch import DispatchOptions
-from ...eplb.placement import Placement
 from ...layers.attention.plan import CacheRows
 from ...layers.kernels import Kernels
 from ...layers.moe import MoESizes
 from ...layers.params import ParamSource
 from ...parallel.groups import Groups
 from ...parallel.topology import Topology
+from ..balance.placement import PlacedExperts
 from ..checkpoint.config_keys import ConfigKeys
 from .base import STANDARD, TapKind
 from .decoder import Decoder
@@ -84,7 +84,7 @@ class DecoderFamily:
         dtype: torch.dtype = torch.float32,
         tap_kind: TapKind = "mean",
         dispatch: DispatchOptions = STANDARD,
-        experts: Placement | None = None,
+        experts: PlacedExperts | None = None,
     ) -> Decoder:
         """See :meth:`.base.Family.build`; there is one stream, so ``tap_kind`` makes no difference."""
         return Decoder(config, source, groups, kernels, max_context, device, tap_layers, dtype, dispatch, experts)

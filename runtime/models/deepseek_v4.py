@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 
 from ...comm.dispatch import DispatchOptions, Exchange
-from ...eplb.placement import Placement
 from ...layers.attention.plan import AttentionPlan, LayerCache
 from ...layers.attention.v4 import V4Attention, V4AttentionSizes
 from ...layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -26,6 +25,7 @@ from ...layers.rope import RopeTable, Yarn, build_rope_table
 from ...layers.stages import Stages
 from ...parallel.groups import Groups
 from ...parallel.pipeline import stage_layers
+from ..balance.placement import PlacedExperts
 from ..cache import Cache
 from ..model_config import ModelConfig, RopeConfig
 from .base import STANDARD, ModelOutput, TapKind, placed
@@ -161,7 +161,7 @@ class DeepseekV4(Staged[Activations]):
         dtype: torch.dtype = torch.float32,
         tap_kind: TapKind = "mean",
         dispatch: DispatchOptions = STANDARD,
-        experts: Placement | None = None,
+        experts: PlacedExperts | None = None,
     ) -> None:
         super().__init__(placed(moe_sizes(config, 0), experts, 0), dispatch, groups, dtype, device)
         self.config, self._tap_layers, self._tap_kind = config, tap_layers, tap_kind

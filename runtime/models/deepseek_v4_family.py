@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from ...comm.dispatch import DispatchOptions
-from ...eplb.placement import Placement
 from ...layers.attention.plan import CacheRows
 from ...layers.kernels import Kernels
 from ...layers.params import ParamSource
 from ...parallel.groups import Groups
 from ...parallel.topology import Topology
+from ..balance.placement import PlacedExperts
 from ..checkpoint.config_file import model_config_from_dict
 from ..model_config import ModelConfig
 from .base import STANDARD, TapKind
@@ -68,7 +68,7 @@ class DeepseekV4Family:
         dtype: torch.dtype = torch.float32,
         tap_kind: TapKind = "mean",
         dispatch: DispatchOptions = STANDARD,
-        experts: Placement | None = None,
+        experts: PlacedExperts | None = None,
     ) -> DeepseekV4:
         """See :meth:`.base.Family.build`."""
         sizes = (max_context, device, tap_layers, dtype, tap_kind, dispatch, experts)

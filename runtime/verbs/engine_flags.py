@@ -9,7 +9,16 @@ from collections.abc import Sequence
 from ...parallel.launch import Limits
 from ...parallel.topology import Topology
 from ..draft import DRAFTERS
-from ..engine_config import DEVICES, DTYPES, EXPERT_FORMATS, KERNELS, LINEAR_FORMATS, VERIFY_MODES, EngineConfig
+from ..engine_config import (
+    DEVICES,
+    DTYPES,
+    EXPERT_FORMATS,
+    KERNELS,
+    LINEAR_FORMATS,
+    REPLICA_SPLITS,
+    VERIFY_MODES,
+    EngineConfig,
+)
 from ..job import Job
 from ..progress import shown
 from ..session import Session
@@ -195,6 +204,12 @@ def _add_expert_flags(parser: argparse.ArgumentParser) -> None:
         "--num-redundant-draft-experts", type=int, default=0, metavar="R", help="the same of the draft's own experts"
     )
     group.add_argument("--init-draft-expert-location", metavar="MAP", help="the same of the draft's own experts")
+    group.add_argument(
+        "--replica-split",
+        choices=REPLICA_SPLITS,
+        default=_DEFAULT.replica_split,
+        help="copy of an expert that a pick goes to: in turn, the nearest, or weighted so that ranks get alike (even)",
+    )
     group.add_argument("--eplb-record", metavar="FILE.npz", help="count expert picks into this file")
     group.add_argument("--eplb-draft-record", metavar="FILE.npz", help="the same of the draft's own experts")
     group.add_argument(

@@ -4,13 +4,14 @@ import pytest
 import torch
 from dspark.layers.expert_slots import ExpertSlots
 from dspark.layers.kernels.moe import Routing
+from dspark.parallel.groups import Group
 
 CPU = torch.device("cpu")
 SLOTS = (0, 1, 2, 3, 1, 0, 1, 3)  # expert 0 twice, 1 three times, 2 once, 3 twice
 
 
 def slots_of(turn=0, counts=True):
-    return ExpertSlots(SLOTS, 4, turn, counts, CPU)
+    return ExpertSlots(SLOTS, 4, turn, counts, CPU, Group.alone("moe_block", 0))
 
 
 def routing(num_rows, seed=0, num_experts=4):
