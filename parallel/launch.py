@@ -8,6 +8,7 @@ commands that never start a job.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import socket
@@ -15,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from .environment import LOOPBACK, LaunchInfo, launch_info
+from .environment import LOOPBACK, LaunchError, LaunchInfo, launch_info
 from .journal import Journal
 from .monitor import JobEnded, Monitor, Watchdog
 from .roll_call import AgreedError, Present
@@ -29,9 +30,22 @@ def detect(environ: Mapping[str, str] | None = None) -> LaunchInfo:
     """Which launcher started this process, and what it says. Pure; ``environ`` defaults to the process's own.
 
     torchrun's variables win over those of a Slurm or MPI job around it, mpirun's over those of the Slurm job it was
-    started in. Raises ``ValueError`` naming the variable that is missing, malformed, or contradicts another.
+    started in. Raises :class:`LaunchError`, a ``ValueError`` naming the variable that is missing, malformed, or
+    contradicts another.
     """
     return launch_info(os.environ if environ is None else environ)
+
+
+def detect_for_all(limits: Limits) -> LaunchInfo:
+    """As :func:`detect` of this process; but before it raises, it tells the other ranks, which are in :func:`init`, if
+    it can find them within seconds."""
+    try:
+        return detect()
+    except LaunchError as error:
+        if error.known is not None:
+            with contextlib.suppress(ValueError, TimeoutError):
+                _meet(error.known, "none", {}, error, limits, None)
+        raise
 
 
 @dataclass(frozen=True)
@@ -184,11 +198,11 @@ def _meet(
         if loopback:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     serve = info.rank == 0 and not info.agent_store
-    if serve and listener is None and info.one_node and info.master_addr in (LOOPBACK, "localhost"):
+    if serve and listener is None and info.master_addr in (LOOPBACK, "localhost"):
         listener = listen(LOOPBACK, info.master_port)
     try:
         raw = open_store(info.master_addr, info.master_port, info.rank, serve, listener, limit)
-        store = dist.PrefixStore(f"dspark/attempt{info.attempt}", raw)
+        store = dist.PrefixStore(f"dspark/{info.job}/attempt{info.attempt}", raw)
         text = None if problem is None else str(problem)
         return store, roll_call(store, info.rank, info.world, device, fields, text, limit)
     except TimeoutError:

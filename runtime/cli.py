@@ -8,7 +8,8 @@ text, with an example. Exit statuses:
 - 1: failed while running: everything else, and whatever happens inside :func:`running`;
 - 130: interrupted; 143: ended by SIGTERM.
 
-Every rank of a job ends with the same status where all see the mistake; rank 0 alone prints.
+Every rank of a job ends with the same status where all see the mistake; rank 0 alone prints, except for a mistake that
+other ranks may not know of.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ import importlib.metadata
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
 
 from ..parallel.monitor import JobEnded
+from ..parallel.roll_call import AgreedError
 from .results_file import OutputFailed
 
 VERBS: dict[str, tuple[str, str]] = {
@@ -122,7 +125,11 @@ def _main(rank: int, argv: list[str]) -> int:
         print(f"dspark: error: rank {rank}: {error}", file=sys.stderr, flush=True)
         return EXIT_USAGE
     except (ValueError, OSError) as error:
-        _say(rank, f"dspark: error: {' '.join(str(error).split())}")
+        text = " ".join(str(error).split())
+        if rank == 0:
+            print(f"dspark: error: {text}", file=sys.stderr, flush=True)
+        elif not isinstance(error, AgreedError):  # rank 0 may not know of it
+            print(f"dspark: error: rank {rank} on {socket.gethostname()}: {text}", file=sys.stderr, flush=True)
         return EXIT_USAGE
     except Exception:
         logging.getLogger(__package__).exception("failed while running")

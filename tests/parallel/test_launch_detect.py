@@ -1,6 +1,9 @@
 """Environments of the launchers, as they were recorded, to launch facts."""
 
+import dataclasses
+
 import pytest
+from dspark.parallel.environment import LaunchError
 from dspark.parallel.launch import LaunchInfo, detect
 from dspark.parallel.slurm import expand_counts, expand_hosts
 
@@ -65,7 +68,7 @@ def test_no_launcher():
 
 
 def test_torchrun():
-    assert detect(TORCHRUN) == LaunchInfo("torchrun", 5, 8, 1, 4, "1", "10.77.0.10", 29512, True, 2)
+    assert detect(TORCHRUN) == LaunchInfo("torchrun", 5, 8, 1, 4, "1", "10.77.0.10", 29512, True, 2, "run")
     plain = {k: v for k, v in TORCHRUN.items() if not k.startswith("TORCHELASTIC")}
     info = detect(plain)
     assert (info.launcher, info.agent_store, info.attempt, info.one_node) == ("torchrun", False, 0, False)
@@ -81,18 +84,19 @@ def test_torchrun_wins_over_what_is_around_it():
 
 def test_srun():
     info = detect(SRUN)
-    assert info == LaunchInfo("slurm", 3, 4, 0, 1, "2", "n0", 15000 + 31234 % 15000)
+    assert info == LaunchInfo("slurm", 3, 4, 0, 1, "2", "n0", 15000 + 31234 % 15000, job="31234.0")
     assert detect({**SRUN, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "77"}).master_addr == "10.0.0.1"
     assert detect({**SRUN, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "77"}).master_port == 77
     other_step, other_job = detect({**SRUN, "SLURM_STEP_ID": "1"}), detect({**SRUN, "SLURM_JOB_ID": "31235"})
     assert len({info.master_port, other_step.master_port, other_job.master_port}) == 3
+    assert len({info.job, other_step.job, other_job.job}) == 3
     assert detect({**SRUN, "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}) == info
     assert detect({**SRUN, "PMI_RANK": "3", "PMI_SIZE": "4"}) == info
 
 
 def test_srun_with_only_the_oldest_variables():
     env = {k: v for k, v in SRUN.items() if "STEP" not in k and k not in ("ENVIRONMENT", "SLURM_NPROCS")}
-    assert detect(env) == detect(SRUN)
+    assert detect(env) == dataclasses.replace(detect(SRUN), job="31234")
 
 
 def test_a_step_on_one_node_meets_on_loopback():
@@ -149,6 +153,7 @@ def without(environ, *names):
         ({**SRUN, "RANK": "0"}, ["RANK=0", "SLURM_PROCID=3"]),
         ({**SRUN, "LOCAL_RANK": "3"}, ["LOCAL_RANK=3", "SLURM_LOCALID=0"]),
         (without(SRUN, "SLURM_LOCALID"), ["SLURM_LOCALID not set"]),
+        (without(SRUN, "SLURM_PROCID"), ["SLURM_PROCID not set"]),
         (without(SRUN, "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"), ["SLURM_NTASKS not set"]),
         (without(SRUN, "SLURM_JOB_ID"), ["SLURM_JOB_ID", "not set"]),
         (without(SRUN, "SLURM_JOB_NODELIST", "SLURM_STEP_NODELIST"), ["SLURM_JOB_NODELIST", "not set"]),
@@ -167,6 +172,32 @@ def test_what_is_missing_or_contradicts_is_named(environ, words):
         detect(environ)
     for word in words:
         assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "environ, rank, world, address, port",
+    [
+        (without(TORCHRUN, "LOCAL_RANK"), 5, 8, "10.77.0.10", 29512),
+        (without(SRUN, "SLURM_LOCALID"), 3, 4, "n0", 15000 + 31234 % 15000),
+        ({**SRUN, "WORLD_SIZE": "8", "MASTER_ADDR": "h", "MASTER_PORT": "7"}, 3, 4, "h", 7),
+        (without(BY_HAND, "WORLD_SIZE"), 1, 2, "::1", 29500),
+    ],
+)
+def test_a_rank_with_a_mistake_may_know_whom_to_tell(environ, rank, world, address, port):
+    with pytest.raises(LaunchError) as error:
+        detect(environ)
+    known = error.value.known
+    assert (known.rank, known.world, known.master_addr, known.master_port) == (rank, world, address, port)
+    assert known.agent_store == ("TORCHELASTIC_RUN_ID" in environ)
+
+
+@pytest.mark.parametrize(
+    "environ", [without(TORCHRUN, "RANK"), without(BY_HAND, "MASTER_PORT"), OPEN_MPI | {"RANK": "0"}]
+)
+def test_a_rank_may_know_too_little_to_tell_anybody(environ):
+    with pytest.raises(LaunchError) as error:
+        detect(environ)
+    assert error.value.known is None
 
 
 @pytest.mark.parametrize(

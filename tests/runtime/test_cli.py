@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 
@@ -34,6 +35,23 @@ def test_a_rank_that_finds_no_head_says_so_itself(monkeypatch, capsys):
     assert main(["generate", *PROMPT, "--pp", "2", "--timeout", "1"]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("dspark: error: rank 1: ") and "127.0.0.1:1" in line
+
+
+def test_a_variable_that_one_rank_misses_is_named_by_all(tmp_path):
+    """By hand, without a launcher that would end the others."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    hand = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-m", "dspark.runtime", "generate", *PROMPT, "--pp", "2"]
+    ranks = [
+        subprocess.Popen(command, env={**CLEAN, **hand, **own}, stderr=subprocess.PIPE, text=True)
+        for own in ({"RANK": "0", "LOCAL_RANK": "0"}, {"RANK": "1"})
+    ]
+    said = [rank.communicate(timeout=100)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 2], said
+    words = f"dspark: error: rank 1 on {socket.gethostname()}: started by RANK and WORLD_SIZE, but LOCAL_RANK not set"
+    assert all(words in one for one in said), said
 
 
 @pytest.mark.parametrize(
