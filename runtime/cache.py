@@ -25,7 +25,8 @@ class CacheLayout:
 
     ``max_verify``: rows of the widest step that may be rolled back (1 without a draft). ``spare_rows`` is added to
     every ring; it exists so that a test can make rings too small. ``model_ratios``: the compression ratios of the whole
-    model, where these are the layers of one pipeline stage: all stages must count pages alike.
+    model, where these are the layers of one pipeline stage: all stages must count pages alike. ``packed``: keys
+    are kept in 8-bit floats, rows of ``CacheRows.packed_row`` bytes; other rows have numbers of ``itemsize`` bytes.
     """
 
     layers: tuple[CacheRows, ...]
@@ -33,6 +34,7 @@ class CacheLayout:
     itemsize: int
     spare_rows: int = 0
     model_ratios: tuple[int, ...] | None = None
+    packed: bool = False
 
     @property
     def ratios(self) -> tuple[int, ...]:
@@ -65,19 +67,27 @@ class CacheLayout:
         """
         return sizes.window, max(sizes.raw_span - sizes.ratio, 0)
 
+    def ring_bytes(self, sizes: CacheRows) -> int:
+        """Bytes of a row of the sliding ring."""
+        return sizes.packed_row if self.packed and sizes.ring_width else sizes.ring_width * self.itemsize
+
+    def entry_bytes(self, sizes: CacheRows) -> int:
+        """Bytes of an entry of the main pool."""
+        return sizes.packed_row if self.packed and sizes.entry_width else sizes.entry_width * self.itemsize
+
     @property
     def bytes_per_slot(self) -> int:
         """Bytes of all rings of one request, whatever its length."""
-        numbers = sum(
-            self.window_rows(sizes) * sizes.ring_width + self.raw_rows(sizes) * sizes.raw_width for sizes in self.layers
+        return sum(
+            self.window_rows(sizes) * self.ring_bytes(sizes) + self.raw_rows(sizes) * sizes.raw_width * self.itemsize
+            for sizes in self.layers
         )
-        return numbers * self.itemsize
 
     @property
     def bytes_per_token(self) -> float:
         """Bytes of the pools' entries per token of context."""
-        pools = ((s.entry_width / s.ratio + s.index_width / s.index_ratio) for s in self.layers if s.ratio)
-        return self.itemsize * sum(pools)
+        pooled = [s for s in self.layers if s.ratio]
+        return sum(self.entry_bytes(s) / s.ratio + s.index_width * self.itemsize / s.index_ratio for s in pooled)
 
     @property
     def bytes_per_page(self) -> int:
@@ -87,11 +97,11 @@ class CacheLayout:
     @property
     def bytes_per_snapshot(self) -> int:
         """Bytes of the ring rows that are saved at a page boundary."""
-        numbers = 0
+        total = 0
         for sizes in self.layers:
             window, raw = self.resume_rows(sizes)
-            numbers += window * sizes.ring_width + raw * sizes.raw_width
-        return numbers * self.itemsize
+            total += window * self.ring_bytes(sizes) + raw * sizes.raw_width * self.itemsize
+        return total
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold ``num_tokens`` tokens of one request; none if nothing is compressed."""
@@ -130,13 +140,14 @@ class Cache:
         layout = self.layout
         per_page = layout.page_tokens // sizes.ratio if sizes.ratio else 0
         index_per_page = layout.page_tokens // sizes.index_ratio if sizes.index_ratio else 0
+        key_dtype, unit = (torch.uint8, 1) if layout.packed else (dtype, layout.itemsize)
         shapes = (
-            (num_slots, layout.window_rows(sizes), sizes.ring_width),
-            (num_slots, layout.raw_rows(sizes), sizes.raw_width),
-            (num_pages if sizes.entry_width else 0, per_page, sizes.entry_width),
-            (num_pages if sizes.index_width else 0, index_per_page, sizes.index_width),
+            ((num_slots, layout.window_rows(sizes), layout.ring_bytes(sizes) // unit), key_dtype),
+            ((num_slots, layout.raw_rows(sizes), sizes.raw_width), dtype),
+            ((num_pages if sizes.entry_width else 0, per_page, layout.entry_bytes(sizes) // unit), key_dtype),
+            ((num_pages if sizes.index_width else 0, index_per_page, sizes.index_width), dtype),
         )
-        buffers = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+        buffers = [torch.empty(shape, dtype=kind, device=device) for shape, kind in shapes]
         # Masked reads multiply stale rows by zero, so those must be finite.
         buffers[0].zero_()
         buffers[1].zero_()

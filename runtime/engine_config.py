@@ -16,6 +16,7 @@ DTYPES = ("auto", "float32", "bfloat16")
 KERNELS = ("auto", "torch", "cpu", "triton")
 EXPERT_FORMATS = ("native", "fp8", "fp4")
 LINEAR_FORMATS = ("native", "fp8")
+KV_FORMATS = ("native", "fp8")
 VERIFY_MODES = ("static", "sync", "async")
 CP_SPLITS = ("interleave", "zigzag")
 CP_DECODES = ("split", "replicate")
@@ -48,7 +49,8 @@ class EngineConfig:
     rank, ``max_running`` requests in flight, ``max_context`` tokens of prompt and continuation together (``None``:
     the model's own limit). ``dtype`` is the dtype of activations and unquantised weights, ``kernels`` the choice of
     :func:`..layers.kernels.choose`. ``expert_format`` and ``linear_format``: how the weights of routed experts, and of
-    row-parallel and shared-expert products, are packed. ``graphs``: small steps are CUDA graphs where they can be.
+    row-parallel and shared-expert products, are packed, ``kv_format``: how sliding and compressed keys are in the cache
+    of a V4 model. ``graphs``: small steps are CUDA graphs where they can be.
     ``mixed_chunk``: prefill tokens of a step beside up to 8 decoding requests a DP rank, in proportion with more;
     ``None``: 24 on CPU, else as many as ``chunk_size``.
     ``draft_model`` is the folder of a draft that is a checkpoint of its own.
@@ -77,6 +79,7 @@ class EngineConfig:
     kernels: str = "auto"
     expert_format: str = "native"
     linear_format: str = "native"
+    kv_format: str = "native"
     graphs: bool = True
     chunk_size: int = 512
     mixed_chunk: int | None = None
@@ -228,6 +231,9 @@ def resolve(
         _check_no_draft_options(config)
     default_dtype = {"cpu": "float32", "cuda": "bfloat16"}[device_type]
     dtype = default_dtype if config.dtype == "auto" else config.dtype
+    kernels = default_choice(device_type, getattr(torch, dtype)) if config.kernels == "auto" else config.kernels
+    if config.deterministic and config.kv_format != "native" and kernels != "triton":
+        raise ValueError(f"--deterministic with --kv-format {config.kv_format} needs --kernels triton, not {kernels}")
     # On a CPU every row costs time, on a GPU rows beside decoding ones are nearly free for long.
     default_mixed = {"cpu": min(24, config.chunk_size), "cuda": config.chunk_size}[device_type]
     return dataclasses.replace(
@@ -235,7 +241,7 @@ def resolve(
         model=model_dir,
         device=device_type,
         dtype=dtype,
-        kernels=default_choice(device_type, getattr(torch, dtype)) if config.kernels == "auto" else config.kernels,
+        kernels=kernels,
         mixed_chunk=default_mixed if config.mixed_chunk is None else config.mixed_chunk,
         max_context=max_positions if config.max_context is None else config.max_context,
         draft=draft,
@@ -251,6 +257,7 @@ def _check_values(config: EngineConfig) -> None:
         ("kernels", KERNELS),
         ("expert_format", EXPERT_FORMATS),
         ("linear_format", LINEAR_FORMATS),
+        ("kv_format", KV_FORMATS),
         ("verify", VERIFY_MODES),
         ("cp_split", CP_SPLITS),
         ("cp_decode", CP_DECODES),

@@ -111,7 +111,8 @@ def make_cache(
     """
     dtype, num_layers, num_slots = getattr(torch, config.dtype), model_config.num_layers, config.max_running
     stages = [range(num_layers)] if pipeline is None else stage_layers(num_layers, pipeline.size)
-    layouts = [cache_layout(model_config, layers, max_verify, dtype.itemsize, attn_tp) for layers in stages]
+    sizes = (max_verify, dtype.itemsize, attn_tp, config.kv_format == "fp8")
+    layouts = [cache_layout(model_config, layers, *sizes) for layers in stages]
     layout = layouts[0 if pipeline is None else pipeline.rank]
     num_pages = num_slots * layout.pages_for(config.max_context) if config.cache_pages is None else config.cache_pages
     if config.cache_bytes is not None:
@@ -119,8 +120,13 @@ def make_cache(
     return Cache(layout, num_slots, num_pages, config.max_context, device, dtype)
 
 
-def cache_layout(config: Config, layers: range, max_verify: int, itemsize: int, attn_tp: int = 1) -> CacheLayout:
-    """The cache of some of the target's ``layers``, on a rank of the ``attn_tp`` that share the heads."""
+def cache_layout(
+    config: Config, layers: range, max_verify: int, itemsize: int, attn_tp: int = 1, packed: bool = False
+) -> CacheLayout:
+    """The cache of some of the target's ``layers``, on a rank of the ``attn_tp`` that share the heads; ``packed`` for
+    ``--kv-format fp8``. Raises ``ValueError`` for layers whose keys cannot be packed."""
     rows = family(config.model_type).cache_rows(config, attn_tp)
+    if packed and not all(sizes.packed_row for sizes in rows):
+        raise ValueError(f"--kv-format fp8 is for models with DeepSeek-V4's attention, not {config.model_type}")
     ratios = CacheLayout(rows, max_verify, itemsize).ratios
-    return CacheLayout(rows[layers.start : layers.stop], max_verify, itemsize, model_ratios=ratios)
+    return CacheLayout(rows[layers.start : layers.stop], max_verify, itemsize, model_ratios=ratios, packed=packed)

@@ -36,6 +36,7 @@ class CacheShape(NamedTuple):
     raw_width: int = 0
     ratio: int = 1
     index_ratio: int = 1
+    packed_row: int = 0
 
 
 def store_tokens(rows: torch.Tensor, pool: torch.Tensor, plan: AttentionPlan) -> None:

@@ -29,7 +29,8 @@ class CacheRows(Protocol):
     ``ratio``: tokens per entry of the main pool, 0 without pools, 1 for an entry a token; ``index_ratio``: the same of
     the second pool. ``entry_width`` and ``index_width``: numbers of an entry of either. ``window``: positions behind
     the query that the ring of ``ring_width`` numbers a row must reach. ``raw_span``: the same, itself included, of the
-    ring of ``raw_width`` numbers a row that a compressor reads; 0 without a compressor.
+    ring of ``raw_width`` numbers a row that a compressor reads; 0 without a compressor. ``packed_row``: bytes of a row
+    of the first ring, and of an entry of the main pool, in 8-bit floats; 0 for kinds that cannot keep them so.
     """
 
     ratio: int
@@ -40,6 +41,7 @@ class CacheRows(Protocol):
     ring_width: int
     raw_span: int
     raw_width: int
+    packed_row: int
 
 
 class Rows(NamedTuple):
@@ -208,7 +210,8 @@ class LayerCache(NamedTuple):
 
     ``window`` [S, R_w, d]: rotated keys. ``raw`` [S, R_c, width]: compressor inputs (values and gates, the indexer's
     behind the main ones). ``entries`` [pages, tokens per page / m, d] and ``index_entries`` [.., d_index]: pooled
-    entries. Kinds without a compressor hold empty tensors. ``host`` is None for buffers that numpy cannot view.
+    entries. Kinds without a compressor hold empty tensors. ``window`` and ``entries`` may be packed, see
+    :mod:`..kernels.packed_keys`. ``host`` is None for buffers that numpy cannot view.
     """
 
     window: torch.Tensor

@@ -17,6 +17,7 @@ import torch
 from ...comm.collectives import Pending
 from ...parallel.groups import Group
 from ..kernels import Kernels
+from ..kernels.packed_keys import is_packed, packed_width
 from ..kernels.projection import ProjectionSizes
 from ..linear import GroupedColumnParallelLinear, MergedLinear, Part, RowParallelLinear, divide, shard
 from ..params import Scope
@@ -42,6 +43,7 @@ class V4AttentionSizes(NamedTuple):
     index_head_dim: int
     index_topk: int
     norm_eps: float
+    rope_dim: int
 
     def keys_read(self, context: int) -> int:
         """Keys that a token behind ``context`` positions attends to, compressed entries included."""
@@ -60,6 +62,11 @@ class V4AttentionSizes(NamedTuple):
     def ring_width(self) -> int:
         """Columns of a row of the sliding ring."""
         return self.head_dim
+
+    @property
+    def packed_row(self) -> int:
+        """Bytes of a key, sliding or compressed, in 8-bit floats."""
+        return packed_width(self.head_dim, self.rope_dim)
 
     @property
     def entry_width(self) -> int:
@@ -127,6 +134,7 @@ class V4Attention:
         self._num_heads = divide("number of attention heads", sizes.num_heads, group)
         self._project = self._bind_project(source, rope, group, kernels)
         self._store = kernels.bind("store_rows")
+        self._pack = kernels.bind("pack_keys", rotary=sizes.rope_dim)
         if sizes.kind != "sliding":
             self._pool = _bind_pool(source.scope("compressor"), sizes, rope, kernels, indexer=False)
         if sizes.kind == "csa":
@@ -196,7 +204,7 @@ class V4Attention:
         sizes = self.sizes
         q, keys, raw, index_q, index_weights = self._project(x, plan)
         yield Point.PREPARED
-        keys = plan.gather(keys)
+        keys = plan.gather(self._pack(keys) if is_packed(cache.window) else keys)
         raw = plan.gather(raw) if sizes.ratio else None
         selected = None
         if sizes.kind == "csa":

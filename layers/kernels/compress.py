@@ -11,12 +11,14 @@ import torch
 from ..attention.plan import AttentionPlan, LayerCache, Rows, entry_rows
 from ..rope import RopeTable, rotate
 from .hyper_connection import weighted_norm
+from .packed_keys import is_packed, pack_keys
 
 
 def store_rows(
     window_rows: torch.Tensor, raw_rows: torch.Tensor | None, cache: LayerCache, plan: AttentionPlan
 ) -> None:
-    """Write the step's keys [K, d] and compressor inputs [K, width] (None: the layer has none) to the layer's rings.
+    """Write the step's keys [K, d] (packed, if the ring's are) and compressor inputs [K, width] (None: the layer has
+    none) to the layer's rings.
 
     Each row goes to (slot, position % R).
 
@@ -60,7 +62,7 @@ def pool_windows(
     Without ``overlap`` (HCA) w = d and entry t pools positions t m .. t m + m - 1. With it (CSA) w = 2 d and entry t
     pools the first half of window t - 1 together with the second half of window t; the first window has no predecessor.
     A closing row of -1 is padding. Softmax over the tokens of each channel in float32, RMSNorm, rotation at position
-    t m.
+    t m. The entry is packed if the pool's are, see :mod:`.packed_keys`.
     """
     at = plan.closing[ratio]
     at = at[at >= 0]
@@ -83,7 +85,6 @@ def pool_windows(
     pooled = (z.softmax(dim=1) * c.masked_fill((positions < 0).unsqueeze(-1), 0.0)).sum(dim=1)
     pooled = weighted_norm(pooled, norm_weight, eps)
     pooled = rotate(pooled, rope.cos[closed * ratio], rope.sin[closed * ratio])
-    per_page = entries.shape[1]
-    entries.view(-1, entries.shape[-1])[entry_rows(plan.page_table, keys.slots[at], closed, per_page)] = pooled.to(
-        entries.dtype
-    )
+    pooled = pack_keys(pooled, 2 * rope.cos.shape[1]) if is_packed(entries) else pooled.to(entries.dtype)
+    to = entry_rows(plan.page_table, keys.slots[at], closed, entries.shape[1])
+    entries.view(-1, entries.shape[-1])[to] = pooled

@@ -9,6 +9,7 @@ import torch
 
 from ..attention.plan import AttentionPlan, LayerCache, Rows, entry_rows
 from ..rope import RopeTable, rotate
+from .packed_keys import is_packed, unpack_keys
 
 BLOCK_ELEMENTS = 1 << 22  # gathered key elements at a time
 
@@ -89,7 +90,8 @@ def attend(
 ) -> torch.Tensor:
     """Attention of ``q`` [T, H, d] over sliding keys and compressed entries, [T, H, d].
 
-    One key head, which is also the value: ``keys`` [K, d] are the step's own, the cache holds earlier ones. A query at
+    One key head, which is also the value: ``keys`` [K, d] are the step's own, the cache holds earlier ones; they are
+    packed (see :mod:`.packed_keys`) if the cache's are, so that a key is the same in the step and behind it. A query at
     position p sees p - window + 1 .. p (or its whole block, see ``AttentionPlan.bidirectional``), and with ``ratio``
     above 0 the entries in ``selected`` [T, k] (-1 is none), or all entries t < (p + 1) // ratio if ``selected`` is
     None. Each head's ``sinks`` [H] is one more logit without a value. The keys' rotation is undone on the output at the
@@ -109,9 +111,10 @@ def attend(
                 exists = selected[part] >= 0
                 wanted = selected[part].clamp(min=0)
             flat = entry_rows(plan.page_table, rows.slots.unsqueeze(1), wanted, cache.entries.shape[1])
-            seen = torch.cat((seen, cache.entries.view(-1, q.shape[2])[flat]), dim=1)
+            seen = torch.cat((seen, cache.entries.view(-1, cache.entries.shape[2])[flat]), dim=1)
             visible = torch.cat((visible, exists), dim=1)
-        wide = seen.float().masked_fill(~visible.unsqueeze(-1), 0.0)
+        wide = unpack_keys(seen, q.shape[2], 2 * rope.cos.shape[1]) if is_packed(seen) else seen.float()
+        wide = wide.masked_fill(~visible.unsqueeze(-1), 0.0)
         logits = torch.einsum("thd,tkd->thk", q[part].float(), wide) * scale
         logits = logits.masked_fill(~visible.unsqueeze(1), float("-inf"))
         sink = sinks.view(1, -1, 1).expand(logits.shape[0], -1, 1)

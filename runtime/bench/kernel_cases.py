@@ -16,6 +16,7 @@ import torch
 from ...layers.attention.plan import AttentionPlan, LayerCache, Rows
 from ...layers.kernels import Kernels
 from ...layers.kernels.moe import Routing
+from ...layers.kernels.packed_keys import packed_width
 from ...layers.kernels.projection import ProjectionSizes
 from ...layers.kernels.quantised import BLOCK as BLOCK_SIZE
 from ...layers.kernels.quantised import FP4_GROUP, FP8, PackedWeight
@@ -87,15 +88,20 @@ class Scene:
         table = torch.arange(num_pages, dtype=torch.int32, device=self.device).view(self.num_requests, self.pages)
         return AttentionPlan(rows, rows, table, closing, self.context - 1, None)
 
-    def cache(self, kind: str) -> LayerCache:
-        """The buffers of a layer of ``kind``."""
+    def packed_keys(self, *front: int) -> torch.Tensor:
+        """Keys in 8-bit floats, of codes without meaning."""
+        shape = (*front, packed_width(HEAD, ROPE))
+        return torch.randint(0, 100, shape, dtype=torch.uint8, device=self.device)
+
+    def cache(self, kind: str, packed: bool = False) -> LayerCache:
+        """The buffers of a layer of ``kind``, its keys in bfloat16 or packed."""
         ratio, num_pages = RATIOS[kind], self.num_requests * self.pages
         per_page = PAGE_TOKENS // ratio
-        span = 2 * ratio if kind == "csa" else ratio
+        span, window, entries = 2 * ratio if kind == "csa" else ratio, WINDOW + BLOCK, (num_pages, per_page)
         return LayerCache(
-            self.half(self.num_requests, WINDOW + BLOCK, HEAD),
+            self.packed_keys(self.num_requests, window) if packed else self.half(self.num_requests, window, HEAD),
             self.half(self.num_requests, span + BLOCK, RAW_WIDTHS[kind]),
-            self.half(num_pages, per_page, HEAD),
+            self.packed_keys(*entries) if packed else self.half(*entries, HEAD),
             self.half(num_pages, per_page, INDEX),
             None,
         )
@@ -158,7 +164,7 @@ def row_cases(kernels: Kernels, scene: Scene) -> list[Case]:
 
 def attention_cases(kernels: Kernels, scene: Scene) -> list[Case]:
     """Kernels that read or write the cache."""
-    t, plan, cache, sinks = scene.num_rows, scene.plan(), {k: scene.cache(k) for k in RATIOS}, scene.wide(HEADS)
+    t, plan, cache = scene.num_rows, scene.plan(), {kind: scene.cache(kind) for kind in RATIOS}
     q, keys, x = scene.half(t, HEADS, HEAD), scene.half(t, HEAD), scene.half(t, D)
     index_q, index_weights = scene.half(t, INDEX_HEADS, INDEX), scene.half(t, INDEX_HEADS)
     in_columns = LATENT + HEAD + RAW_WIDTHS["csa"] + INDEX_HEADS
@@ -177,24 +183,8 @@ def attention_cases(kernels: Kernels, scene: Scene) -> list[Case]:
     found = [
         Case("project", lambda: project(x, plan), 2 * (products + t * (D + in_columns + q_columns)), 2 * t * products)
     ]
-    for kind, ratio in RATIOS.items():
-        found.append(_pool(kernels, scene, plan, cache[kind], kind))
-        visible = scene.context // ratio
-        seen = WINDOW + (min(visible, TOP_ENTRIES) if kind == "csa" else visible)
-        selected = None
-        if kind == "csa":
-            selected = torch.arange(TOP_ENTRIES, device=scene.device).repeat(t, 1)
-        attend = kernels.bind("attend", sinks=sinks, window=WINDOW, ratio=ratio, rope=scene.rope, scale=HEAD**-0.5)
-        # Rows of a request read the same window; their selected entries are taken to be different ones.
-        rows_read = scene.num_requests * (WINDOW + visible) if kind == "hca" else t * TOP_ENTRIES
-        found.append(
-            Case(
-                f"attend ({kind})",
-                lambda attend=attend, kind=kind, selected=selected: attend(q, keys, cache[kind], selected, plan),
-                4 * q.numel() + 2 * rows_read * HEAD,
-                4 * t * HEADS * seen * HEAD,
-            )
-        )
+    for kind in RATIOS:
+        found += [_pool(kernels, scene, plan, cache[kind], kind), _attend(kernels, scene, q, keys, cache[kind], kind)]
     select = kernels.bind("select_entries", ratio=4, top_k=TOP_ENTRIES, scale=0.01)
     visible = scene.context // 4
     found.append(
@@ -211,7 +201,40 @@ def attention_cases(kernels: Kernels, scene: Scene) -> list[Case]:
     return found
 
 
-def _pool(kernels: Kernels, scene: Scene, plan: AttentionPlan, cache: LayerCache, kind: str) -> Case:
+def _attend(
+    kernels: Kernels, scene: Scene, q: torch.Tensor, keys: torch.Tensor, cache: LayerCache, kind: str, suffix: str = ""
+) -> Case:
+    ratio, plan, selected = RATIOS[kind], scene.plan(), None
+    visible = scene.context // ratio
+    if kind == "csa":
+        selected = torch.arange(TOP_ENTRIES, device=scene.device).repeat(scene.num_rows, 1)
+    # Rows of a request read the same window; their selected entries are taken to be different ones.
+    rows_read = scene.num_rows * TOP_ENTRIES if kind == "csa" else scene.num_requests * (WINDOW + visible)
+    sizes = {"window": WINDOW, "ratio": ratio, "scale": HEAD**-0.5}
+    attend = kernels.bind("attend", sinks=scene.wide(HEADS), rope=scene.rope, **sizes)
+    seen = WINDOW + (min(visible, TOP_ENTRIES) if kind == "csa" else visible)
+    return Case(
+        f"attend ({kind}{suffix})",
+        lambda: attend(q, keys, cache, selected, plan),
+        4 * q.numel() + rows_read * keys.shape[1] * keys.itemsize,
+        4 * scene.num_rows * HEADS * seen * HEAD,
+    )
+
+
+def packed_key_cases(kernels: Kernels, scene: Scene) -> list[Case]:
+    """Keys in 8-bit floats: packed, pooled, and read."""
+    t, q, keys = scene.num_rows, scene.half(scene.num_rows, HEADS, HEAD), scene.half(scene.num_rows, HEAD)
+    pack, packed, plan = kernels.bind("pack_keys", rotary=ROPE), scene.packed_keys(t), scene.plan()
+    num_bytes = keys.numel() * keys.itemsize + packed.numel()
+    found = [Case("pack_keys", lambda: pack(keys), num_bytes, 4 * keys.numel(), "float32")]
+    for kind in RATIOS:
+        cache = scene.cache(kind, packed=True)
+        found.append(_pool(kernels, scene, plan, cache, kind, ", fp8 keys"))
+        found.append(_attend(kernels, scene, q, packed, cache, kind, ", fp8 keys"))
+    return found
+
+
+def _pool(kernels: Kernels, scene: Scene, plan: AttentionPlan, cache: LayerCache, kind: str, suffix: str = "") -> Case:
     ratio, overlap, raw = RATIOS[kind], kind == "csa", scene.half(scene.num_rows, RAW_WIDTHS[kind])
     pool = kernels.bind(
         "pool_windows",
@@ -224,7 +247,7 @@ def _pool(kernels: Kernels, scene: Scene, plan: AttentionPlan, cache: LayerCache
         indexer=False,
     )
     numbers = scene.num_requests * ratio * (1 + overlap) * 2 * HEAD
-    return Case(f"pool_windows ({kind})", lambda: pool(raw, cache, plan), 2 * numbers, 8 * numbers, "float32")
+    return Case(f"pool_windows ({kind}{suffix})", lambda: pool(raw, cache, plan), 2 * numbers, 8 * numbers, "float32")
 
 
 def expert_cases(kernels: Kernels, scene: Scene) -> list[Case]:
@@ -278,4 +301,4 @@ def draft_cases(kernels: Kernels, scene: Scene) -> list[Case]:
     return [Case("markov_greedy", lambda: draw(base, anchors), num_bytes, operations, "float32")]
 
 
-FAMILIES = (row_cases, attention_cases, expert_cases, packed_cases, draft_cases)
+FAMILIES = (row_cases, attention_cases, packed_key_cases, expert_cases, packed_cases, draft_cases)

@@ -70,6 +70,7 @@ def kinds() -> dict[str, Kind]:
         "q_lora_rank": 1024,
         "o_groups": 8,
         "o_lora_rank": 1024,
+        "rope_dim": 64,
     }
     v4 |= {"window": 128, "index_num_heads": 64, "index_head_dim": 128, "index_topk": 512, "norm_eps": 1e-6}
     return {

@@ -48,6 +48,7 @@ def attention_sizes(config: ModelConfig, layer: int) -> V4AttentionSizes:
         index_head_dim=config.index_head_dim,
         index_topk=config.index_topk,
         norm_eps=config.rms_norm_eps,
+        rope_dim=config.rope_dim,
     )
 
 

@@ -32,6 +32,7 @@ from ..draft import drafter_class, own_draft
 from ..load import cache_layout, draft_rows
 from ..model_config import Config, load_model_config
 from ..models import family
+from .engine_flags import add_kv_format
 from .layout import add_layout_flags, topology_from_args
 
 ITEM_SIZES = {"float32": 4, "bfloat16": 2}
@@ -51,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-context", type=int, metavar="N", help="tokens a request (default: the model's limit)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a report")
+    add_kv_format(parser)
     add_layout_flags(parser)
 
 
@@ -64,7 +66,8 @@ def run(args: argparse.Namespace) -> int:
     folder = pathlib.Path(args.model) if args.model else bundled_model()
     itemsize = ITEM_SIZES["float32" if args.dtype == "auto" else args.dtype]
     travels = dispatcher_class(args.dispatcher).all_to_all
-    report = check(folder, topology, itemsize, args.max_running, args.max_context, travels)
+    packed = args.kv_format == "fp8"
+    report = check(folder, topology, itemsize, args.max_running, args.max_context, travels, packed)
     problems = report["problems"]
     if info.rank == 0:
         print(json.dumps(report) if args.json else "\n".join(as_text(report)))
@@ -89,6 +92,7 @@ def check(
     num_requests: int,
     max_context: int | None,
     all_to_all: bool = False,
+    packed: bool = False,
 ) -> dict[str, Any]:
     """The report as JSON values: ``ok``, ``problems`` and, as far as they could be found out, ``model``,
     ``parameters``, ``formats``, ``draft``, ``memory`` and ``cache``; sizes in bytes."""
@@ -116,7 +120,7 @@ def check(
             f"--max-context is {context}, but the model has {config.max_position_embeddings} positions"
         )
     if not wrong_layout:
-        sizes = (itemsize, inspection.has_draft, num_requests, context, all_to_all)
+        sizes = (itemsize, inspection.has_draft, num_requests, context, all_to_all, packed)
         report["memory"] = memory(config, topology, *sizes)
     report["ok"] = not report["problems"]
     return report
@@ -215,6 +219,7 @@ def memory(
     num_requests: int,
     max_context: int,
     all_to_all: bool = False,
+    packed: bool = False,
 ) -> dict[str, Any]:
     """Bytes on each rank: weights, rings of a request slot, compressed entries per token, and all of it for
     ``num_requests`` requests of ``max_context`` tokens on each DP rank of attention, as an engine makes room for.
@@ -223,12 +228,13 @@ def memory(
     and values per head are 2 head_dim for each key head of the rank, latent attention keeps kv_lora_rank +
     qk_rope_head_dim on every rank, and index_head_dim more if it is sparse. Per request, every layer with a window
     keeps a ring of window + max_verify rows, and a compressor its inputs: 2 m + max_verify rows of 4 (head_dim +
-    index_head_dim) in a CSA layer, m + max_verify rows of 2 head_dim in an HCA layer.
+    index_head_dim) in a CSA layer, m + max_verify rows of 2 head_dim in an HCA layer. ``packed``: keys and entries of
+    the target are kept in 8-bit floats, see :mod:`~dspark.layers.kernels.packed_keys`.
     """
     draft = drafter_class(own_draft(config) if has_draft else "none")
     max_verify = 1 + draft.default_gamma(config)
     stages = [
-        cache_layout(config, layers, max_verify, itemsize, topology.attn_tp)
+        cache_layout(config, layers, max_verify, itemsize, topology.attn_tp, packed)
         for layers in stage_layers(config.num_layers, topology.pp)
     ]
     num_drafted = draft_rows(draft, config, max_verify)
@@ -259,6 +265,7 @@ def memory(
     return {
         "layout": topology.sizes,
         "bytes_per_value": itemsize,
+        "kv_format": "fp8" if packed else "native",
         "max_verify": max_verify,
         "requests": num_requests,
         "context": max_context,
@@ -315,10 +322,11 @@ def _model_lines(report: dict[str, Any]) -> list[str]:
 
 def _memory_lines(memory: dict[str, Any]) -> list[str]:
     sizes = ", ".join(f"{name} {size}" for name, size in memory["layout"].items())
+    keys = "" if memory["kv_format"] == "native" else f", {memory['kv_format']} keys"
     lines = [
         f"cache: {memory['cache_per_token']:,.1f} bytes a token of context, pages of {memory['page_tokens']} tokens; "
         f"rings {_size(memory['cache_per_request'])} a request (steps of up to {memory['max_verify']} rows to undo)",
-        f"memory per rank ({sizes}; {memory['bytes_per_value']} bytes a value; {memory['requests']} requests of "
+        f"memory per rank ({sizes}; {memory['bytes_per_value']} bytes a value{keys}; {memory['requests']} requests of "
         f"{memory['context']} tokens):",
         f"{'rank':>6} {'weights':>11} {'draft':>11} {'cache':>11} {'total':>11}",
     ]

@@ -14,6 +14,7 @@ from ..engine_config import (
     DTYPES,
     EXPERT_FORMATS,
     KERNELS,
+    KV_FORMATS,
     LINEAR_FORMATS,
     REPLICA_SPLITS,
     VERIFY_MODES,
@@ -114,6 +115,7 @@ def add_limit_flags(parser: argparse.ArgumentParser) -> None:
 def add_cache_flags(parser: argparse.ArgumentParser) -> None:
     """Add how large the cache is, who is admitted to it, and whether it keeps prefixes."""
     group = parser.add_argument_group("cache")
+    add_kv_format(group)
     group.add_argument(
         "--cache-pages", type=int, metavar="N", help="pages of a DP rank (default: --max-running full contexts)"
     )
@@ -138,6 +140,18 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--prefix-cache", action="store_true", help="keep prefixes for requests that begin alike")
     group.add_argument(
         "--prefix-pages", type=int, metavar="N", help="most pages of prefixes kept (default: --max-running)"
+    )
+
+
+def add_kv_format(parser: argparse._ActionsContainer) -> None:
+    """Add ``--kv-format``."""
+    parser.add_argument(
+        *("--kv-format", "--kv-cache-dtype"),
+        dest="kv_format",
+        choices=KV_FORMATS,
+        default=_DEFAULT.kv_format,
+        help="fp8: sliding and compressed keys of DeepSeek-V4 as 8-bit floats with scales, as its release keeps them, "
+        "their rotated part as bfloat16 (default native: as --dtype)",
     )
 
 

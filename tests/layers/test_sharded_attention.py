@@ -37,6 +37,7 @@ def sizes_of(kind):
         index_head_dim=INDEX_DIM,
         index_topk=TOP_K,
         norm_eps=EPS,
+        rope_dim=ROPE_DIM,
     )
 
 

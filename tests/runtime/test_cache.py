@@ -51,7 +51,7 @@ CONFIG = {
 
 
 def attention(kind, ratio, head_dim=8, index_head_dim=6, window=10):
-    return V4AttentionSizes(kind, ratio, 16, 2, head_dim, 8, 1, 8, window, 2, index_head_dim, 4, 1e-6)
+    return V4AttentionSizes(kind, ratio, 16, 2, head_dim, 8, 1, 8, window, 2, index_head_dim, 4, 1e-6, 4)
 
 
 MIXED = (attention("sliding", 0), attention("csa", 4), attention("hca", 128))

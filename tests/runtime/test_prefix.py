@@ -67,8 +67,8 @@ CONFIG = {
     "dspark_target_layer_ids": [0, 2],
 }
 MIXED = (
-    V4AttentionSizes("csa", 4, 16, 2, 8, 8, 1, 8, 10, 2, 6, 4, 1e-6),
-    V4AttentionSizes("hca", 128, 16, 2, 8, 8, 1, 8, 10, 2, 6, 4, 1e-6),
+    V4AttentionSizes("csa", 4, 16, 2, 8, 8, 1, 8, 10, 2, 6, 4, 1e-6, 4),
+    V4AttentionSizes("hca", 128, 16, 2, 8, 8, 1, 8, 10, 2, 6, 4, 1e-6, 4),
 )
 
 

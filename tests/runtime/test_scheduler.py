@@ -27,7 +27,7 @@ from dspark.runtime.sequence import RequestState
 from dspark.runtime.step import Span, build_step
 
 CPU = torch.device("cpu")
-SIZES = V4AttentionSizes("hca", 128, 16, 2, 8, 8, 1, 8, 10, 2, 6, 4, 1e-6)
+SIZES = V4AttentionSizes("hca", 128, 16, 2, 8, 8, 1, 8, 10, 2, 6, 4, 1e-6, 4)
 CONFIG = {
     "model_type": "deepseek_v4",
     "vocab_size": 40,

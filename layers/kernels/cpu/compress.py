@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -9,6 +10,8 @@ import torch
 
 from ...attention.plan import AttentionPlan, LayerCache
 from ...rope import RopeTable
+from .. import compress as plain
+from ..packed_keys import is_packed
 from .exp import exp
 from .jit import address, floats, jit
 from .norm_rope import inverse_rms, rotate_tail
@@ -79,11 +82,14 @@ def _pool(raw_at, ring, first, keys, closing, page_table, ape, norm_weight, cos,
 
 
 def bind_store_rows() -> Callable[..., None]:
-    """See :func:`..compress.store_rows`."""
+    """See :func:`..compress.store_rows`; packed rows are left to it."""
 
     def store_rows(
         window_rows: torch.Tensor, raw_rows: torch.Tensor | None, cache: LayerCache, plan: AttentionPlan
     ) -> None:
+        if is_packed(cache.window):
+            plain.store_rows(window_rows, raw_rows, cache, plan)
+            return
         window_rows = window_rows.contiguous()
         _store(address(window_rows), plan.host.keys, cache.host.window)
         if raw_rows is not None:
@@ -102,13 +108,17 @@ def bind_pool_windows(
     overlap: bool,
     indexer: bool,
 ) -> Callable[[torch.Tensor, LayerCache, AttentionPlan], None]:
-    """See :func:`..compress.pool_windows`."""
+    """See :func:`..compress.pool_windows`, to which packed entries are left."""
+    sizes = {"eps": eps, "ratio": ratio, "overlap": overlap, "indexer": indexer}
+    pool_packed = functools.partial(plain.pool_windows, ape=ape, norm_weight=norm_weight, rope=rope, **sizes)
     weights = (ape.numpy(), norm_weight.numpy(), rope.cos.numpy(), rope.sin.numpy(), np.float32(eps), ratio, overlap)
     width = 2 * ape.shape[1]
 
     def pool_windows(raw: torch.Tensor, cache: LayerCache, plan: AttentionPlan) -> None:
         closing = plan.host.closing[ratio]
-        if closing.shape[0]:
+        if is_packed(cache.entries) and not indexer:
+            pool_packed(raw, cache, plan)
+        elif closing.shape[0]:
             first = raw.shape[1] - width if indexer else 0
             entries = cache.host.index_entries if indexer else cache.host.entries
             raw = raw.contiguous()

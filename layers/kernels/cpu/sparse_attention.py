@@ -9,6 +9,8 @@ import torch
 
 from ...attention.plan import AttentionPlan, LayerCache
 from ...rope import RopeTable
+from .. import sparse_attention as plain
+from ..packed_keys import is_packed
 from .exp import exp
 from .jit import address, floats, jit, largest
 from .norm_rope import rotate_tail
@@ -249,13 +251,16 @@ def bind_select_entries(ratio: int, top_k: int, scale: float) -> Callable[..., t
 def bind_attend(
     sinks: torch.Tensor, window: int, ratio: int, rope: RopeTable, scale: float
 ) -> Callable[..., torch.Tensor]:
-    """See :func:`..sparse_attention.attend`."""
+    """See :func:`..sparse_attention.attend`, to which packed keys are left."""
+    law = {"sinks": sinks, "window": window, "ratio": ratio, "rope": rope, "scale": scale}
     weights = (sinks.numpy(), window, ratio, rope.cos.numpy(), -rope.sin.numpy(), np.float32(scale))
     nothing = np.empty((0, 0), np.int64)
 
     def attend(
         q: torch.Tensor, keys: torch.Tensor, cache: LayerCache, selected: torch.Tensor | None, plan: AttentionPlan
     ) -> torch.Tensor:
+        if is_packed(keys):
+            return plain.attend(q, keys, cache, selected, plan, **law)
         q, keys = q.contiguous(), keys.contiguous()
         out = np.empty(q.shape, np.float32)
         buffers, steps = cache.host, plan.host

@@ -13,8 +13,10 @@ import triton.language as tl
 
 from ...attention.plan import AttentionPlan, LayerCache
 from ...rope import RopeTable
+from ..packed_keys import is_packed
 from .jit import launch, load_angles, narrow, power, rotate_pairs
 from .linear import with_inner_contiguous
+from .packed_keys import store_packed
 
 TILE_ROWS = 8  # tokens of a window that are pooled at a time
 
@@ -34,7 +36,7 @@ def _pool(
     raw, raw_row, ring, num_ring_rows, ring_width, first_column, closing, positions, slots, starts,
     page_table, max_pages, ape, norm_weight, cos, sin, num_pairs, eps, entries, per_page,
     RATIO: tl.constexpr, OVERLAP: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr,
-    BLOCK: tl.constexpr, TILE: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, PACKED: tl.constexpr, ROTARY: tl.constexpr, ROW: tl.constexpr,
 ):  # fmt: skip
     """The entry of one closing row: an online softmax over its window's tokens for each channel, norm, rotation."""
     at = tl.load(closing + tl.program_id(0))
@@ -79,8 +81,11 @@ def _pool(
         load_angles(sin, entry * RATIO, pair, first, num_pairs, 0.0),
     )
     page = tl.load(page_table + slot * max_pages + entry // per_page).to(tl.int64)
-    to = entries + (page * per_page + entry % per_page) * WIDTH + channel[None, :]
-    tl.store(to, narrow(turned, entries.dtype.element_ty), mask=inside[None, :])
+    to = entries + (page * per_page + entry % per_page) * ROW
+    if PACKED:
+        store_packed(to, tl.reshape(turned, (BLOCK,)), WIDTH, ROTARY, BLOCK)
+    else:
+        tl.store(to + channel[None, :], narrow(turned, entries.dtype.element_ty), mask=inside[None, :])
 
 
 def bind_store_rows() -> Callable[..., None]:
@@ -120,6 +125,7 @@ def bind_pool_windows(
         keys, closing = plan.keys, plan.closing[ratio]
         entries = cache.index_entries if indexer else cache.entries
         raw = with_inner_contiguous(raw)
+        assert not is_packed(entries) or width % 2 == 0, f"packed entries have an even width, not {width}"
         launch(
             _pool, (closing.shape[0],),
             raw, raw.stride(0), cache.raw, cache.raw.shape[1], cache.raw.shape[2],
@@ -127,7 +133,8 @@ def bind_pool_windows(
             closing, keys.positions, keys.slots, keys.starts, plan.page_table, plan.page_table.shape[1],
             ape, norm_weight, rope.cos, rope.sin, rope.cos.shape[1], eps, entries, entries.shape[1],
             RATIO=ratio, OVERLAP=overlap, WIDTH=width, SHIFT=width % 2, BLOCK=block,
-            TILE=min(power(2 * ratio if overlap else ratio), TILE_ROWS), num_warps=4, num_stages=3,
+            TILE=min(power(2 * ratio if overlap else ratio), TILE_ROWS),
+            PACKED=is_packed(entries), ROTARY=2 * rope.cos.shape[1], ROW=entries.shape[2], num_warps=4, num_stages=3,
         )  # fmt: skip
 
     return pool_windows
