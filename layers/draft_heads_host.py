@@ -10,14 +10,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from .draft_heads import ConfidenceHead, MarkovHead
+from .kernels.draft import MIN_TEMPERATURE
 
 MAX_TABLE_BYTES = 32 << 20
 """The largest table of biases [V, V] that is made; beyond it, reading its rows is no faster than the product."""
-
-MIN_TEMPERATURE = 1e-30
-"""Below it the law is the same, all mass on the highest logit, but its reciprocal overflows float32."""
 
 
 class HostDraftBlock(NamedTuple):
@@ -25,8 +24,9 @@ class HostDraftBlock(NamedTuple):
 
     tokens: np.ndarray
     """[B, γ] int64."""
-    probs: np.ndarray | None
-    """[B, γ, V] float64, the laws the tokens were drawn from; ``None`` if all blocks are greedy."""
+    probs: np.ndarray | torch.Tensor | None
+    """[B, γ, V] float64, the laws the tokens were drawn from; ``None`` if all blocks are greedy. A tensor where they
+    were drawn on a device, and stay there."""
     confidence_logits: np.ndarray | None
     """[B, γ], ``None`` without a confidence head."""
     lens: np.ndarray | None = None

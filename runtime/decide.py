@@ -9,6 +9,7 @@ Legend: R requests that get tokens, γ drafts a block, T packed rows, V vocabula
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 
 from ..layers.draft_heads_host import HostDraftBlock
+from ..layers.kernels import Kernels, choose
 from .draft.base import DraftNoise
 from .engine_config import EngineConfig
 from .outcome import COMPLETED, Outcome, rows_to_table, table_width, to_table, write_logprobs
@@ -49,12 +51,12 @@ verified, kept before any cut, and tokens emitted, all [R]."""
 
 class Drafted(NamedTuple):
     """The drafts of a step: ``drafts`` [R, γ], ``lens`` [R] how many are verified, ``probs`` [R, γ, V] float64 the laws
-    they were drawn from, or None where all are greedy; ``confidence`` [R, γ] raw logits, on the rank that drew;
-    ``proposed`` [R]: drafts that were of use to the request, there too."""
+    they were drawn from (a tensor where that was on a device), or None where all are greedy; ``confidence`` [R, γ] raw
+    logits, on the rank that drew; ``proposed`` [R]: drafts that were of use to the request, there too."""
 
     drafts: np.ndarray
     lens: np.ndarray
-    probs: np.ndarray | None
+    probs: np.ndarray | torch.Tensor | None
     confidence: np.ndarray | None = None
     proposed: np.ndarray | None = None
 
@@ -69,22 +71,17 @@ class Drafted(NamedTuple):
             return self
         more = Drafted.nothing(num_requests, self.drafts.shape[1])
         probs = self.probs
-        if probs is not None:
+        if isinstance(probs, torch.Tensor):
+            probs = torch.cat((probs, probs.new_zeros(num_requests, *probs.shape[1:])))
+        elif probs is not None:
             probs = np.concatenate([probs, np.zeros((num_requests, *probs.shape[1:]))])
         drafts, lens = np.concatenate([self.drafts, more.drafts]), np.concatenate([self.lens, more.lens])
         return Drafted(drafts, lens, probs, self.confidence, self.proposed)
 
 
-# by whether it is done on a device, and whether blocks are judged jointly
-VERIFY = (
-    (verify_tokens, verify_blocks),
-    (device_verify.verify_tokens, device_verify.verify_blocks),
-)
-
-
 class Decider:
-    """Decides for all ranks. ``temperatures`` [γ] calibrate confidences; ``joint`` judges blocks jointly,
-    ``on_device`` where the logits are instead of on the host."""
+    """Decides for all ranks. ``temperatures`` [γ] calibrate confidences; ``joint`` judges blocks jointly. With
+    ``kernels`` drafts are judged where the logits are, by these, instead of on the host."""
 
     def __init__(
         self,
@@ -92,11 +89,14 @@ class Decider:
         policy: VerifyPolicy,
         temperatures: np.ndarray | None = None,
         joint: bool = False,
-        on_device: bool = False,
+        kernels: Kernels | None = None,
     ) -> None:
         self._gamma, self.policy, self._temperatures = gamma, policy, temperatures
         self.recorder: Recorder | None = None
-        self._verify, self._on_device = VERIFY[on_device][joint], on_device
+        self._verify, self._on_device = verify_blocks if joint else verify_tokens, kernels is not None
+        if kernels is not None:
+            by_token = functools.partial(device_verify.verify_tokens, reject=kernels.bind("reject_drafts"))
+            self._verify = device_verify.verify_blocks if joint else by_token
 
     def noise(self, states: Sequence[RequestState]) -> DraftNoise:
         """How drafts are drawn: at the requests' own temperatures."""
@@ -155,7 +155,7 @@ class Decider:
         final = _block_uniforms(states, 1, Purpose.TARGET)[:, 0]
         if not self._on_device:
             return self._verify(rows, probs.cpu().numpy(), drafted.drafts, coins, final, drafted.probs)
-        laws = None if drafted.probs is None else torch.from_numpy(drafted.probs).to(device)
+        laws = None if drafted.probs is None else torch.as_tensor(drafted.probs, device=device)
         chances = (torch.from_numpy(numbers).to(device) for numbers in (coins, final))
         return Verdict.from_tensor(self._verify(places, probs, drafts, *chances, laws))
 
@@ -217,4 +217,7 @@ def make_decider(config: EngineConfig, gamma: int) -> Decider:
     table = load_table(config.sps_table) if config.sps_table else None
     policy = make_policy(config.verify, table, config.confidence_threshold) if gamma else StaticPolicy()
     temperatures = load_temperatures(config.sts, gamma) if config.sts and gamma else None
-    return Decider(gamma, policy, temperatures, config.block_verify, config.device == "cuda")
+    kernels = None
+    if config.device == "cuda" or config.kernels == "triton":
+        kernels = choose(torch.device(config.device), getattr(torch, config.dtype), choice=config.kernels)
+    return Decider(gamma, policy, temperatures, config.block_verify, kernels)

@@ -22,7 +22,7 @@ from .engine import Engine
 from .engine_config import EngineConfig
 from .graphs import Graphs, record_on_cuda
 from .load_plan import plan_load
-from .model_config import Config, load_model_config
+from .model_config import Config, load_model_config, only_for
 from .models import family
 
 
@@ -125,8 +125,8 @@ def cache_layout(
 ) -> CacheLayout:
     """The cache of some of the target's ``layers``, on a rank of the ``attn_tp`` that share the heads; ``packed`` for
     ``--kv-format fp8``. Raises ``ValueError`` for layers whose keys cannot be packed."""
+    if packed:
+        only_for(config, "deepseek_v4", "--kv-format fp8")
     rows = family(config.model_type).cache_rows(config, attn_tp)
-    if packed and not all(sizes.packed_row for sizes in rows):
-        raise ValueError(f"--kv-format fp8 is for models with DeepSeek-V4's attention, not {config.model_type}")
     ratios = CacheLayout(rows, max_verify, itemsize).ratios
     return CacheLayout(rows[layers.start : layers.stop], max_verify, itemsize, model_ratios=ratios, packed=packed)

@@ -40,6 +40,8 @@ def plan_load(config: EngineConfig, model_config: Config, topology: Topology, de
     """
     if config.deterministic:
         only_for(model_config, "deepseek_v4", "--deterministic")
+    if config.kv_format != "native":
+        only_for(model_config, "deepseek_v4", f"--kv-format {config.kv_format}")
     if config.cp_keys == "ring":
         check_ring(model_config)
     dtype, draft = getattr(torch, config.dtype), drafter_class(config.draft)

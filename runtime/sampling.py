@@ -115,21 +115,6 @@ def _filter(scaled: Tensor, probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: 
     return result
 
 
-def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """Inverse-CDF draws: the first id whose cumulative mass exceeds the row's uniform.
-
-    Args:
-        probs: [N, V] float64, non-negative, not all 0; need not be normalised.
-        uniforms: [N] float64 in [0, 1).
-
-    Returns [N] int64. A token of probability 0 is never drawn.
-    """
-    cumulative = probs.cumsum(dim=-1)
-    # Scaling by the rounded total keeps the point strictly below it: u * total < total for every double u < 1.
-    point = uniforms[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, point, right=True)[:, 0]
-
-
 def greedy_ids(logits: Tensor) -> Tensor:
     """The highest logit of each row, the lowest id on a tie: ``logits`` [N, V] -> [N] int64.
 

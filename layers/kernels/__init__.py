@@ -42,6 +42,8 @@ TWINS = {
     "experts_inner": "moe",
     "experts_outer": "moe",
     "markov_greedy": "draft",
+    "markov_sample": "draft",
+    "reject_drafts": "rejection",
     "scaled_linear": "quantised",
     "scaled_experts_forward": "quantised",
 }
@@ -110,6 +112,8 @@ COMPILED = {
             "swiglu": "triton.experts",
             "experts_forward": "triton.experts",
             "markov_greedy": "triton.draft",
+            "markov_sample": "triton.draft",
+            "reject_drafts": "triton.rejection",
             "scaled_linear": "triton.fp8",
             "scaled_experts_forward": "triton.experts",
         },

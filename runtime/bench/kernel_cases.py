@@ -292,13 +292,35 @@ def packed_cases(kernels: Kernels, scene: Scene) -> list[Case]:
 
 
 def draft_cases(kernels: Kernels, scene: Scene) -> list[Case]:
-    """The head of a draft, for blocks of 5 places."""
-    count, gamma, weights = scene.num_requests, 5, [scene.half(VOCAB, MARKOV_RANK) for _ in range(2)]
-    base, anchors = scene.wide(count, gamma, VOCAB), torch.arange(count, device=scene.device)
-    draw = kernels.bind("markov_greedy", w1=weights[0], w2=weights[1])
+    """The head of a draft, greedy and sampled, and the judging of drafts, for blocks of 5 places."""
+    count, gamma, device = scene.num_requests, 5, scene.device
+    weights = {name: scene.half(VOCAB, MARKOV_RANK) for name in ("w1", "w2")}
+    base, anchors = scene.wide(count, gamma, VOCAB), torch.arange(count, device=device)
+    draw, sample = (kernels.bind(name, **weights) for name in ("markov_greedy", "markov_sample"))
     num_bytes = gamma * (2 * VOCAB * MARKOV_RANK + 4 * count * VOCAB)
     operations = 2 * gamma * count * VOCAB * MARKOV_RANK
-    return [Case("markov_greedy", lambda: draw(base, anchors), num_bytes, operations, "float32")]
+    noise = torch.full((count, gamma), 0.5, dtype=torch.float64, device=device)
+    law = torch.full((count * (gamma + 1), VOCAB), 1 / VOCAB, dtype=torch.float64, device=device)
+    lens, reject = torch.full_like(anchors, gamma), kernels.bind("reject_drafts")
+    drafts, own = anchors.repeat(gamma, 1).t(), law[: count * gamma].view(count, gamma, VOCAB)
+    places = (anchors * (gamma + 1), lens, drafts)
+    return [
+        Case("markov_greedy", lambda: draw(base, anchors), num_bytes, operations, "float32"),
+        Case(
+            "markov_sample",
+            lambda: sample(base, anchors, noise[:, 0] + 0.5, noise),
+            num_bytes + 8 * base.numel(),
+            operations + 8 * base.numel(),
+            "float32",
+        ),
+        Case(
+            "reject_drafts",
+            lambda: reject(law, *places, noise, noise[:, 0], own),
+            2 * 8 * count * VOCAB,
+            6 * count * VOCAB,
+            "float32",
+        ),
+    ]
 
 
 FAMILIES = (row_cases, attention_cases, packed_key_cases, expert_cases, packed_cases, draft_cases)

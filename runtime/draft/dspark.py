@@ -91,8 +91,8 @@ class DSparkDrafter(PlainDraft):
             confidence = load_confidence_head(last.scope("confidence_head"), has_bias=False)
         self.heads, self._draw = HostHeads(markov, confidence), None
         if kernels.backend == "triton" and self.heads.kind == "vanilla":  # else the logits travel to the host
-            w1, w2 = (markov.weights[f"markov_{name}.weight"] for name in ("w1", "w2"))
-            self._draw = kernels.bind("markov_greedy", w1=w1, w2=w2)
+            weights = {name: markov.weights[f"markov_{name}.weight"] for name in ("w1", "w2")}
+            self._draw = tuple(kernels.bind(name, **weights) for name in ("markov_greedy", "markov_sample"))
 
     @classmethod
     def tap_layers(cls, config: ModelConfig) -> tuple[int, ...]:
@@ -138,11 +138,24 @@ class DSparkDrafter(PlainDraft):
         if noise is None:
             return None
         anchors = np.array(requests.anchors)
-        if self._draw is not None and noise.temperatures is None:
-            tokens = self._draw(base_logits, torch.from_numpy(anchors).to(base_logits.device)).cpu().numpy()
-            return HostDraftBlock(tokens, None, self.heads.confidence(hidden.float().cpu().numpy(), anchors, tokens))
+        if self._draw is not None:
+            return self._draw_on_device(hidden, base_logits, anchors, noise)
         hidden, base_logits = (x.float().cpu().numpy() for x in (hidden, base_logits))
         return self.heads.draw_block(base_logits, hidden, anchors, *noise)
+
+    def _draw_on_device(
+        self, hidden: torch.Tensor, base_logits: torch.Tensor, anchors: np.ndarray, noise: DraftNoise
+    ) -> HostDraftBlock:
+        """Only tokens, and states for the confidences, travel to the host; laws stay."""
+        greedy, sample = self._draw
+        behind, probs = torch.from_numpy(anchors).to(base_logits.device), None
+        if noise.temperatures is None:
+            tokens = greedy(base_logits, behind)
+        else:
+            law = (torch.from_numpy(numbers).to(base_logits.device) for numbers in noise)
+            tokens, probs = sample(base_logits, behind, *law)
+        tokens = tokens.cpu().numpy()
+        return HostDraftBlock(tokens, probs, self.heads.confidence(hidden.float().cpu().numpy(), anchors, tokens))
 
     @torch.inference_mode()
     def forward(self, requests: DraftRequests) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,10 +7,12 @@ Same arguments, as tensors on one device, and the same choices; the result is th
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from ..sampling import draw
+from ...layers.kernels.rejection import Judged, draw, next_law, reject_drafts
 from .rows import DeviceRows
 from .verdict import NO_TOKEN
 
@@ -29,13 +31,13 @@ def verify_tokens(
     accept_uniforms: Tensor,
     final_uniforms: Tensor,
     draft_probs: Tensor | None = None,
+    reject: Callable[..., Judged] = reject_drafts,
 ) -> Tensor:
-    """See :func:`~.verify.verify_tokens`; drafts that are not verified must be valid ids."""
-    p_x = target_probs[rows.block, drafts]
-    q_x = 1.0 if draft_probs is None else draft_probs.gather(2, drafts[:, :, None])[:, :, 0]
-    accepted = ((accept_uniforms * q_x < p_x) & rows.verified).cumprod(1).sum(1)
-    law = _next_law(rows, target_probs, drafts, accepted, draft_probs, torch.ones_like(final_uniforms))
-    return _verdict(rows, drafts, accepted, draw(law, final_uniforms))
+    """See :func:`~.verify.verify_tokens`; drafts that are not verified must be valid ids. ``reject``: the bound kernel
+    ``reject_drafts``."""
+    uniforms = (accept_uniforms, final_uniforms)
+    accepted, tokens = reject(target_probs, rows.first, rows.lens, drafts, *uniforms, draft_probs)
+    return _verdict(rows, drafts, accepted, tokens)
 
 
 def verify_blocks(
@@ -53,7 +55,7 @@ def verify_blocks(
     kept = (accept_uniforms < _keep_chances(rows, target_probs, drafts, weights, draft_probs)) & rows.verified
     accepted = (kept * rows.steps[1:]).amax(1)
     last = weights.gather(1, accepted[:, None])[:, 0]
-    law = _next_law(rows, target_probs, drafts, accepted, draft_probs, last)
+    law = next_law(target_probs[rows.first + accepted].double(), rows.lens, drafts, accepted, draft_probs, last)
     return _verdict(rows, drafts, accepted, draw(law, final_uniforms))
 
 
@@ -83,28 +85,6 @@ def _keep_chances(
     room = 1.0 - inner + mass
     chance = torch.where(room > 0, mass / room.clamp_min(torch.finfo(room.dtype).tiny), 1.0)
     return torch.where(rows.steps[1:] == rows.lens[:, None], w, torch.cat([chance, w[:, -1:]], dim=1))
-
-
-def _next_law(
-    rows: DeviceRows,
-    target_probs: Tensor,
-    drafts: Tensor,
-    accepted: Tensor,
-    draft_probs: Tensor | None,
-    weight: Tensor,
-) -> Tensor:
-    """[R, V] float64, not normalised: the residual at the place behind ``accepted`` [R] drafts, or p behind ℓ."""
-    p = target_probs[rows.first + accepted].double()
-    if rows.gamma == 0:
-        return p
-    place = accepted.clamp_max(rows.gamma - 1)[:, None]
-    scaled = p * weight[:, None]
-    if draft_probs is None:
-        rest = scaled.scatter(1, drafts.gather(1, place), 0.0)
-    else:
-        rest = (scaled - draft_probs.take_along_dim(place[:, :, None], 1)[:, 0]).clamp_min(0.0)
-    use_rest = (accepted < rows.lens) & (rest.sum(1) > 0)
-    return torch.where(use_rest[:, None], rest, p)
 
 
 def _verdict(rows: DeviceRows, drafts: Tensor, accepted: Tensor, extra: Tensor) -> Tensor:

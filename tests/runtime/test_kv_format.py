@@ -124,7 +124,7 @@ def test_what_cannot_be_packed_is_refused(tmp_path):
     raw = {"model_type": "llama", "rope_theta": 1e4, "bos_token_id": 0, "eos_token_id": 1, "dtype": "float32"}
     raw |= sizes
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(ValueError, match="--kv-format fp8 is for models with DeepSeek-V4's attention, not llama"):
+    with pytest.raises(ValueError, match="--kv-format fp8 works on deepseek_v4 models, but this one is llama"):
         cache_layout(load_model_config(tmp_path), range(2), 1, 2, packed=True)
     with pytest.raises(ValueError, match="--deterministic with --kv-format fp8 needs --kernels triton"):
         engine_of(bundled_model(), deterministic=True)

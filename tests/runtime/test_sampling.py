@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
+from dspark.layers.kernels.rejection import draw
 from dspark.runtime.random import Purpose, uniforms
 from dspark.runtime.request import SamplingParams
-from dspark.runtime.sampling import SamplingRows, draw, greedy_ids, log_probs, target_probs
+from dspark.runtime.sampling import SamplingRows, greedy_ids, log_probs, target_probs
 from safetensors.torch import load_file
 
 DATA = pathlib.Path(__file__).resolve().parent.parent / "data" / "sampling"
