@@ -75,13 +75,14 @@ class ExpertSlots:
         self._picks.zero_()
         return taken
 
-    def choose(self, routing: Routing) -> Routing:
+    def choose(self, routing: Routing, is_first: bool = True) -> Routing:
         """``routing`` with slots in place of experts; -1 (none) stays -1.
 
-        Collective over ``rows`` under a rule that needs the tokens.
+        ``is_first``: whether no other rank that would count these rows is before this one. Collective over ``rows``
+        under a rule that needs the tokens.
         """
         slots = self._in_turn(routing.experts) if self._rule is None else self._by_rule(self._rule, routing.experts)
-        if self._picks is not None and self._counts_here:
+        if self._picks is not None and self._counts_here and is_first:
             flat = slots.flatten() + 1
             self._picks.scatter_add_(0, flat, torch.ones_like(flat))
         return Routing(slots, routing.weights)

@@ -204,7 +204,7 @@ class MoE:
         probe("experts", self._layer, routing.experts)
         probe("expert_weights", self._layer, routing.weights)
         if self.slots is not None:
-            routing = self.slots.choose(routing)
+            routing = self.slots.choose(routing, exchange.is_first)
         yield Point.ROUTED
         dispatcher.begin_dispatch(x, routing.experts, routing.weights)
         shared = self._shared(x) if self._adds_shared and exchange.in_pieces else None

@@ -274,21 +274,6 @@ class Topology:
         moe_dp, moe_ep = divmod(rest, self.ep)
         return Coords(pp, attn_dp, attn_cp, attn_tp, moe_dp, moe_ep, moe_tp)
 
-    def attn_rank(self, pp: int, attn_dp: int, attn_cp: int, attn_tp: int) -> int:
-        """The world rank at these attention coordinates."""
-        tp = (attn_dp * self.cp + attn_cp) * self.attn_tp + attn_tp
-        return self._inverse((pp, attn_dp, attn_cp, attn_tp), (self.pp, self.dp, self.cp, self.attn_tp), pp, tp)
-
-    def moe_rank(self, pp: int, moe_dp: int, moe_ep: int, moe_tp: int) -> int:
-        """The world rank at these expert coordinates."""
-        tp = (moe_dp * self.ep + moe_ep) * self.moe_tp + moe_tp
-        return self._inverse((pp, moe_dp, moe_ep, moe_tp), (self.pp, self.moe_dp, self.ep, self.moe_tp), pp, tp)
-
-    def _inverse(self, index: tuple[int, ...], sizes: tuple[int, ...], pp: int, tp: int) -> int:
-        if any(not 0 <= i < n for i, n in zip(index, sizes)):
-            raise ValueError(f"the coordinates {index} leave an axis of the sizes {sizes}")
-        return pp * self.tp + tp
-
     def node(self, rank: int) -> int:
         """The node of world rank ``rank``."""
         self._check_rank(rank)

@@ -323,6 +323,8 @@ def _check_effect(config: EngineConfig) -> None:
 
 def _check_no_draft_options(config: EngineConfig) -> None:
     """Options that would silently do nothing: ``--gamma`` is refused where the draft is loaded."""
+    if config.verify != EngineConfig.verify:
+        raise ValueError(f"--verify {config.verify} is for a draft, but there is none; leave it out")
     for name in ("sps_table", "sts", "confidence_threshold", "block_verify"):
         value = getattr(config, name)
         if value not in (None, False):

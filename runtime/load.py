@@ -51,6 +51,7 @@ def load_engine(
     target, own = plan.placements
     sizes = (config.max_context, device, plan.taps, dtype, draft.tap_kind, plan.dispatch, target)
     model = family(model_config.model_type).build(model_config, source, groups, plan.kernels, *sizes)
+    assert groups.world.size > 1 or not reader.untaken(), f"nothing read {', '.join(reader.untaken())}"
     num_rows = draft_rows(draft, settings, max_verify)
     room = DraftRoom(config.max_running, config.max_context, num_rows, own)
     if model.is_last:

@@ -44,7 +44,7 @@ class Step(NamedTuple):
     [N, ...], in order.
 
     ``num_logits``: N. ``counts``: rows of every row owner of the tp group, in order; ``has_prefill``: whether any rank
-    prefills.
+    prefills; ``is_split``: whether context parallelism splits the rows.
     """
 
     tokens: torch.Tensor
@@ -54,6 +54,7 @@ class Step(NamedTuple):
     has_prefill: bool
     gather_logit_rows: Callable[[torch.Tensor], torch.Tensor]
     num_logits: int
+    is_split: bool = False
 
 
 def build_step(
@@ -93,7 +94,7 @@ def build_step(
     token_ids, at = to_device([tokens, logit_rows], device)
     at = None if len(logit_rows) == len(tokens) and split is None else at
     counts = (len(tokens),) if counts is None else counts
-    return Step(token_ids, at, plan, counts, has_prefill, gather_logit_rows, len(wanted))
+    return Step(token_ids, at, plan, counts, has_prefill, gather_logit_rows, len(wanted), split is not None)
 
 
 def _ring_rows(spans: Sequence[Span], split: Split, plan: AttentionPlan) -> RingRows:

@@ -36,12 +36,14 @@ class StepRows(NamedTuple):
     """What all ranks know of the rows of a step.
 
     ``counts``: attention rows of every row owner (dp x cp) of the tp group, in order. ``has_prefill``: on any rank.
-    ``in_pieces``: whether results are sent back while the rest is computed.
+    ``in_pieces``: whether results are sent back while the rest is computed. ``is_split``: whether the context-parallel
+    ranks have rows of their own; else all of them have the same.
     """
 
     counts: tuple[int, ...]
     has_prefill: bool
     in_pieces: bool = False
+    is_split: bool = False
 
 
 class DispatchSizes(NamedTuple):

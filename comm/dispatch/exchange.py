@@ -17,11 +17,13 @@ from .rows import shares
 class Exchange:
     """Opens ``dispatcher`` for a step of ``rows``; raises as :meth:`.base.Dispatcher.open` does.
 
-    ``in_pieces``: whether the experts send back finished blocks while they compute others.
+    ``in_pieces``: whether the experts send back finished blocks while they compute others. ``is_first``: whether this
+    rank is the first context-parallel rank with its rows.
     """
 
     def __init__(self, groups: Groups, dispatcher: Dispatcher, rows: StepRows) -> None:
         self.dispatcher, self.in_pieces = dispatcher, rows.in_pieces
+        self.is_first = rows.is_split or groups.attn_cp.rank == 0
         self._group, count = groups.attn_tp, rows.counts[groups.attn_rows.rank]
         self._shares = shares(count, self._group.size) if dispatcher.all_to_all else None
         dispatcher.open(rows)

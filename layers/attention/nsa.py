@@ -25,7 +25,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from ...comm.collectives import Pending
 from ...parallel.groups import Group
 from ..kernels import Kernels
-from ..linear import MergedLinear, divide, shard
+from ..linear import ColumnParallelLinear, divide
 from ..params import Scope
 from ..probe import Probe
 from ..rope import RopeTable, rotate_halves
@@ -108,7 +108,7 @@ class NSAttention(GQAttention):
         self, source: Scope, sizes: NSASizes, rope: RopeTable, group: Group, kernels: Kernels, layer: int
     ) -> None:
         super().__init__(source, sizes, rope, group, kernels, layer)
-        self._gates = MergedLinear(source, [shard("g_proj.weight", "gates", 3 * sizes.num_heads, group)], kernels)
+        self._gates = ColumnParallelLinear(source, "g_proj.weight", 3 * sizes.num_heads, group, kernels)
         self._learned = None
         if sizes.compression == "linear":
             share = divide("number of key heads", sizes.num_kv_heads, group)

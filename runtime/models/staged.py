@@ -87,7 +87,7 @@ class Staged(Generic[A]):
 
     def parts(self, steps: Sequence[Step], in_pieces: bool = False) -> list[Part]:
         """One or two steps made ready, each with a dispatcher of its own."""
-        rows = [StepRows(step.counts, step.has_prefill, in_pieces) for step in steps]
+        rows = [StepRows(step.counts, step.has_prefill, in_pieces, step.is_split) for step in steps]
         lanes = zip(steps, self.dispatchers, rows)
         return [Part(step, Exchange(self._groups, dispatcher, each)) for step, dispatcher, each in lanes]
 

@@ -155,14 +155,6 @@ def save_table(path: str | Path, table: SpsTable, measured: dict[str, Any] | Non
         part.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
-def fit_staircase(rows: Sequence[int], seconds: Sequence[float]) -> StaircaseTable:
-    """A staircase from timed steps: one probe for each number of rows, at the median of its seconds."""
-    rows, seconds = _samples(rows, seconds)
-    probes = np.unique(rows)
-    medians = np.array([np.median(seconds[rows == probe]) for probe in probes])
-    return StaircaseTable(probes, 1.0 / medians)
-
-
 def fit_additive(
     num_requests: Sequence[int],
     rows: Sequence[int],

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 
 class SpecStats:
     """Counters of one request, or of many added together."""
@@ -75,17 +73,3 @@ class SpecStats:
     def conditional_acceptance(self) -> list[float]:
         """[γ] how often draft k was kept when it was verified and all before it were kept; NaN where that never was."""
         return [kept / judged if judged else float("nan") for kept, judged in zip(self.kept, self.judged)]
-
-    def to_array(self) -> np.ndarray:
-        """[5 + (γ + 1) + 2γ] int64, for adding statistics across ranks by a sum."""
-        head = [self.verify_ct, self.emitted, self.drafted, self.verified, self.accepted]
-        return np.array(head + self.histogram + self.judged + self.kept, dtype=np.int64)
-
-    @classmethod
-    def from_array(cls, array: np.ndarray, gamma: int) -> SpecStats:
-        """The inverse of :meth:`to_array`."""
-        stats, values = cls(gamma), [int(x) for x in array]
-        stats.verify_ct, stats.emitted, stats.drafted, stats.verified, stats.accepted = values[:5]
-        stats.histogram = values[5 : 6 + gamma]
-        stats.judged, stats.kept = values[6 + gamma : 6 + 2 * gamma], values[6 + 2 * gamma :]
-        return stats

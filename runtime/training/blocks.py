@@ -54,19 +54,3 @@ def block_geometry(anchors: Tensor, used: Tensor, loss_mask: Tensor, gamma: int)
     inside = (loss_mask > 0).gather(1, label_index.flatten(1)).view_as(label_index)
     valid = (inside & (labels < num_tokens) & used[:, :, None]).cumprod(2).bool()
     return BlockGeometry(positions, label_index, valid)
-
-
-def block_visibility(anchors: Tensor, used: Tensor, num_tokens: int, gamma: int, window: int | None = None) -> Tensor:
-    """[B, A·γ, S + A·γ] bool: the context positions before the anchor and the rows of the own block, both directions.
-
-    ``window``: only the last so many context positions. Rows of unused blocks see their own block alone.
-    """
-    num_sequences, num_blocks = anchors.shape
-    row_anchor = anchors.repeat_interleave(gamma, dim=1)[:, :, None]
-    token = torch.arange(num_tokens, device=anchors.device)
-    context = (token < row_anchor) & used.repeat_interleave(gamma, dim=1)[:, :, None]
-    if window is not None:
-        context = context & (token >= row_anchor - window)
-    block = torch.arange(num_blocks, device=anchors.device).repeat_interleave(gamma)
-    own = (block[:, None] == block).expand(num_sequences, -1, -1)
-    return torch.cat([context, own], dim=2)

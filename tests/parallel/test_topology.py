@@ -68,7 +68,6 @@ def test_every_small_layout_follows_the_definition_of_its_axes():
         coords = [t.coords(rank) for rank in range(t.world)]
         assert len({c[:4] for c in coords}) == len({(c.pp, *c[4:]) for c in coords}) == t.world
         for rank, c in enumerate(coords):
-            assert rank == t.attn_rank(*c[:4]) == t.moe_rank(c.pp, *c[4:])
             assert rank == c.pp * t.tp + (c.attn_dp * t.cp + c.attn_cp) * t.attn_tp + c.attn_tp
             assert rank == c.pp * t.tp + (c.moe_dp * t.ep + c.moe_ep) * t.moe_tp + c.moe_tp
         for axis, fixed in views.items():
@@ -147,6 +146,6 @@ def test_a_cluster_of_four_thousand_ranks():
 
 def test_ranks_and_coordinates_outside_the_layout_are_refused():
     t = Topology.make(4, dp=2)
-    for call in (lambda: t.coords(4), lambda: t.node(-1), lambda: t.group_of("tp", 9), lambda: t.attn_rank(0, 2, 0, 0)):
+    for call in (lambda: t.coords(4), lambda: t.node(-1), lambda: t.group_of("tp", 9)):
         with pytest.raises(ValueError):
             call()

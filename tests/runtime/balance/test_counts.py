@@ -32,6 +32,22 @@ def recorded(rank, world, placed, folder, topology, dispatcher):
     return sum(rows) if owns else 0
 
 
+def recorded_under_cp(rank, world, placed, folder, cp_decode):
+    topology = Topology(tp=world, cp=world, ep=world) if world > 1 else None
+    files = {"eplb_record": f"{folder}/{world}.npz", "eplb_draft_record": f"{folder}/{world}_draft.npz"}
+    engine = placed.make_engine(topology, rank, draft="dspark", cp_decode=cp_decode, **files)
+    placed.run(engine, 12)
+
+
+@pytest.mark.parametrize("cp_decode", ["split", "replicate"])
+def test_rows_that_all_context_ranks_have_are_counted_once(run_ranks, placed, tmp_path, cp_decode):
+    recorded_under_cp(0, 1, placed, str(tmp_path), cp_decode)
+    run_ranks(recorded_under_cp, 2, placed, str(tmp_path), cp_decode, timeout=180)
+    for name in ("", "_draft"):
+        one, two = (read_windows(tmp_path / f"{world}{name}.npz") for world in (1, 2))
+        assert np.array_equal(sum(window.load for window in one), sum(window.load for window in two))
+
+
 @pytest.mark.parametrize(
     ("dispatcher", "topology"),
     [("normal", Topology(tp=4, dp=2, ep=4)), ("standard", Topology(tp=2, pp=2, dp=2, ep=2))],

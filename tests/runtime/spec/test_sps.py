@@ -9,7 +9,6 @@ from dspark.runtime.spec.sps import (
     AdditiveTable,
     StaircaseTable,
     fit_additive,
-    fit_staircase,
     load_table,
     save_table,
     table_from_json,
@@ -90,12 +89,6 @@ def test_files_that_are_no_tables_are_named(tmp_path):
             load_table(tmp_path / "odd.json")
 
 
-def test_staircase_fit_takes_medians():
-    table = fit_staircase([4, 8, 4, 4, 8], [0.01, 0.5, 0.03, 0.02, 0.25])
-    assert table.batch_tokens.tolist() == [4, 8]
-    assert np.allclose(1 / table.steps_per_sec, [0.02, 0.375])
-
-
 def test_additive_fit_recovers_a_piecewise_linear_cost():
     truth = AdditiveTable(
         0.004,
@@ -120,6 +113,6 @@ def test_additive_fit_recovers_a_piecewise_linear_cost():
 def test_fits_refuse_what_they_cannot_use():
     for rows, seconds in (([], []), ([1], [1.0, 2.0]), ([1, 2], [1.0, 0.0]), ([1], [float("inf")])):
         with pytest.raises(ValueError, match="SPS fit"):
-            fit_staircase(rows, seconds)
+            fit_additive([1] * len(rows), rows, seconds)
     with pytest.raises(ValueError, match="1 numbers of requests for 2"):
         fit_additive([1], [1, 2], [0.1, 0.2])

@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 import torch
-from dspark.runtime.training.blocks import anchor_candidates, block_geometry, block_visibility, sample_anchors
+from dspark.runtime.training.blocks import anchor_candidates, block_geometry, sample_anchors
 from dspark.runtime.training.losses import (
     LossWeights,
     dflash_loss,
@@ -129,15 +129,10 @@ def test_block_geometry_matches_the_oracle(oracle):
     assert torch.equal(geometry.label_index, oracle["label_index"])
     assert torch.equal(geometry.valid, oracle["eval_mask"])
     assert torch.equal(geometry.positions.flatten(1), oracle["block_position_ids"])
-    visible = block_visibility(anchors, used, NUM_TOKENS, GAMMA)
-    assert torch.equal(visible, oracle["attention_visible"])
 
 
-def test_visibility_in_a_window_and_of_unused_blocks():
+def test_unused_blocks_are_not_valid():
     anchors, used = torch.tensor([[5, 0]]), torch.tensor([[True, False]])
-    visible = block_visibility(anchors, used, num_tokens=8, gamma=2, window=3)[0].int().tolist()
-    assert visible[0] == visible[1] == [0, 0, 1, 1, 1, 0, 0, 0, 1, 1, 0, 0]
-    assert visible[2] == visible[3] == [0] * 8 + [0, 0, 1, 1]
     geometry = block_geometry(anchors, used, torch.ones(1, 8), 2)
     assert geometry.valid.tolist() == [[[True, True], [False, False]]]
 
