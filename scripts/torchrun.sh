@@ -32,8 +32,20 @@ for ((local_rank = 0; local_rank < PROCS; local_rank++)); do
     [ "$NODE_RANK$local_rank" = 00 ] || redirects+=("$local_rank:3")
 done
 redirects=(${redirects[@]+--redirects "$(IFS=, && printf '%s' "${redirects[*]}")"})
+# Agents wait for each other as long as the ranks would, and not for those of another job at this port.
+limit=300
+for ((word = 0; word < ${#COMMAND[@]}; word++)); do
+    case "${COMMAND[word]}" in
+    --timeout) limit="${COMMAND[word + 1]:-}" ;;
+    --timeout=*) limit="${COMMAND[word]#*=}" ;;
+    esac
+done
+limit="${limit%%.*}"
+case "$limit" in "" | 0 | *[!0-9]*) limit=1 ;; esac
+name="${SLURM_JOB_ID:-$(printf '%s ' "$NODES" "$PROCS" "${COMMAND[@]}" | cksum | cut -d' ' -f1)}"
 agent=("$PYTHON" -m dspark.parallel.agent --nnodes "$NODES" --nproc-per-node "$PROCS" --node-rank "$NODE_RANK"
-    --master-addr "${HEAD:-127.0.0.1}" --master-port "$PORT" --max-restarts 0 --log-dir "$LOGS" ${redirects[@]+"${redirects[@]}"}
+    --master-addr "${HEAD:-127.0.0.1}" --master-port "$PORT" --rdzv-id "$name" --rdzv-conf "timeout=$limit"
+    --max-restarts 0 --log-dir "$LOGS" ${redirects[@]+"${redirects[@]}"}
     -m dspark.runtime "${COMMAND[@]}")
 if [ -n "$DRY_RUN" ]; then
     show_plan "${agent[@]}"
