@@ -140,6 +140,11 @@ class DSAttention(MLAttention):
         self._topk = sizes.index_topk
         self._indexer = LightningIndexer(source.scope("indexer"), sizes, rope, kernels)
 
+    def kept(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """See :meth:`.mla.MLAttention.kept`: the index keys come last."""
+        made = self.project(x, positions)
+        return torch.cat((made.rows, self._indexer.project(x, made.q_latent, positions)[2]), dim=1)
+
     def attend(
         self, made: Latent, run: Run, rows: torch.Tensor, seen: torch.Tensor | None, is_causal: bool
     ) -> torch.Tensor:

@@ -145,6 +145,10 @@ class MLAttention:
         q_rope = turn(q_rope, cos.unsqueeze(1), sin.unsqueeze(1))
         return Latent(q, q_rope, torch.cat((self._kv_norm(latent), turn(key, cos, sin)), dim=1), q_latent)
 
+    def kept(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """What the layer keeps [T, c] of normed rows ``x`` [T, D] at ``positions`` [T], both pools side by side."""
+        return self.project(x, positions).rows
+
     def attend(
         self, made: Latent, run: Run, rows: torch.Tensor, seen: torch.Tensor | None, is_causal: bool
     ) -> torch.Tensor:

@@ -42,7 +42,7 @@ def own_draft(config: Config, folder: str | None = None) -> str:
 
 
 # model type -> the draft that its one prediction layer is
-OWN_PREDICTION: dict[str, str] = {"deepseek_v4": "mtp", "deepseek_v3": "mtp_v3"}
+OWN_PREDICTION: dict[str, str] = {"deepseek_v4": "mtp", "deepseek_v3": "mtp_v3", "deepseek_v32": "mtp_v3"}
 # drafts that are read from a folder of their own
 FROM_FOLDER = frozenset(("dspark_dense", "dflash", "dflash2", "eagle", "eagle3", "model"))
 

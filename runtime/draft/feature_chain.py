@@ -68,7 +68,8 @@ class FeatureChain(PlainDraft, abc.ABC):
 
     @abc.abstractmethod
     def keys(self, tokens: torch.Tensor, features: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The cached rows [K, c] of rows at ``positions`` [K] that join ``features`` [K, width] and ``tokens`` [K]."""
+        """The cached rows [K, c], those of a second pool last, of rows at ``positions`` [K] that join ``features``
+        [K, width] and ``tokens`` [K]."""
 
     @abc.abstractmethod
     def forward(
@@ -91,7 +92,11 @@ class FeatureChain(PlainDraft, abc.ABC):
         at = rows.positions[done] - 1
         made = self.keys(tokens[done], before[done], at)
         where = entry_rows(self.cache.page_table, rows.slots[done], at, self.cache.layout.page_tokens)
-        store_tokens(made, self.cache.layers[0].entries, plan._replace(token_rows=where))
+        entries, index_entries = self.cache.layers[0].entries, self.cache.layers[0].index_entries
+        main, index = made.split((entries.shape[2], index_entries.shape[2]), dim=1)
+        store_tokens(main, entries, plan._replace(token_rows=where))
+        if index.shape[1]:
+            store_tokens(index, index_entries, plan._replace(token_rows=where))
         self._store_ring(features, None, self._features.layers[0], plan)
 
     @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""The multi-token prediction layer of a DeepSeek-V3 checkpoint, run on its own output to draft several tokens.
+"""The multi-token prediction layer of a DeepSeek-V3 or V3.2 checkpoint, run on its own output to draft several tokens.
 
 Legend: K rows, D hidden width, V vocabulary.
 
@@ -25,6 +25,7 @@ from ..models.base import placed
 from ..models.decoder import Decoder, DecoderLayer, rope_of
 from ..models.decoder_config import DecoderConfig
 from ..models.staged import dispatcher_for
+from . import OWN_PREDICTION
 from .base import DraftRoom
 from .feature_chain import MAX_GAMMA, FeatureChain
 
@@ -64,10 +65,10 @@ class MTPV3Drafter(FeatureChain):
     @classmethod
     def tap_layers(cls, config: DecoderConfig) -> tuple[int, ...]:
         """See :meth:`.base.Drafter.tap_layers`: the last layer."""
-        if config.model_type != "deepseek_v3" or config.num_nextn_predict_layers != 1:
+        if OWN_PREDICTION.get(config.model_type) != "mtp_v3" or config.num_nextn_predict_layers != 1:
             raise ValueError(
-                f"the draft mtp_v3 needs a deepseek_v3 model with 1 prediction layer; this is {config.model_type} with "
-                f"{config.num_nextn_predict_layers}"
+                "the draft mtp_v3 needs a deepseek_v3 or deepseek_v32 model with 1 prediction layer; this is "
+                f"{config.model_type} with {config.num_nextn_predict_layers}"
             )
         return (config.num_layers - 1,)
 

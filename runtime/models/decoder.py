@@ -64,8 +64,8 @@ class DecoderLayer:
             self.moe = MoE(scope, ffn, groups, kernels, layer, all_to_all)
 
     def keys(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The rows [T, c] that the attention keeps of residual rows ``x`` [T, D] at ``positions`` [T]."""
-        return self.attention.project(self._attn_norm(x), positions).rows
+        """The rows [T, c] that latent attention keeps of residual rows ``x`` [T, D] at ``positions`` [T]."""
+        return self.attention.kept(self._attn_norm(x), positions)
 
     def stages(
         self,

@@ -24,7 +24,7 @@ from scipy.stats import chi2
 DATA = pathlib.Path(__file__).resolve().parents[2] / "data" / "speculative"
 CPU = torch.device("cpu")
 TOLERANCE = 2e-5
-KINDS = ("dspark", "dflash", "dflash2", "eagle3", "eagle3_few", "model", "ngram", "mtp_v3")
+KINDS = ("dspark", "dflash", "dflash2", "eagle3", "eagle3_few", "model", "ngram", "mtp_v3", "mtp_v32")
 BASE = {"dtype": "float32"}
 
 
@@ -95,9 +95,8 @@ def other_model(folder, target):
     return folder
 
 
-@pytest.fixture(scope="module")
-def v3_folder(tmp_path_factory):
-    """A random DeepSeek-V3 of transformers with a prediction layer, near its last layer."""
+def prediction_folder(folder, name, **more):
+    """A random DeepSeek of transformers with a prediction layer, near its last layer."""
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 24, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24, "v_head_dim": 8}
@@ -108,14 +107,13 @@ def v3_folder(tmp_path_factory):
         "qk_rope_head_dim": 8,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     }
-    config = transformers.DeepseekV3Config(**sizes, **heads, **routing, **layers, **rope)
+    config = getattr(transformers, f"{name}Config")(**sizes, **heads, **routing, **layers, **rope, **more)
     config.dtype = torch.float32
     torch.manual_seed(0)
-    model = transformers.DeepseekV3ForCausalLM(config)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
     for name, tensor in model.named_parameters():
         if tensor.dim() > 1:
             tensor.data.normal_(std=1.0 if "embed" in name else 1.5 * tensor.shape[-1] ** -0.5)
-    folder = tmp_path_factory.mktemp("v3") / "model"
     model.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     for name in [name for name in tensors if name.startswith("model.layers.1.")]:
@@ -129,13 +127,24 @@ def v3_folder(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def prediction_folders(tmp_path_factory):
+    """Targets with a prediction layer of their own, by kind; the sparse one's queries choose 6 tokens."""
+    root, sparse = tmp_path_factory.mktemp("prediction"), {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 6}
+    sparse["num_nextn_predict_layers"] = 1
+    return {
+        "mtp_v3": prediction_folder(root / "v3", "DeepseekV3"),
+        "mtp_v32": prediction_folder(root / "v32", "DeepseekV32", **sparse),
+    }
+
+
 @pytest.fixture
-def pair(request, folders, v3_folder):
+def pair(request, folders, prediction_folders):
     """``pair(kind)``: the folders of target and draft; None where the draft needs none of its own."""
 
     def find(kind):
-        if kind == "mtp_v3":
-            return v3_folder, None, "mtp_v3"
+        if kind in prediction_folders:
+            return prediction_folders[kind], None, "mtp_v3"
         draft = None if kind in ("ngram", "none") else folders[kind]
         return folders["target"], draft, kind if draft is None else "auto"
 
@@ -319,9 +328,20 @@ def test_greedy_tokens(kind, pair):
         assert all(spec["accepted"] <= spec["verified"] <= spec["drafted"] for spec in specs)
 
 
+def test_prediction_by_sparse_attention_does_not_depend_on_chunks(prediction_folders):
+    """Which tokens the prediction layer chooses goes by index keys that it keeps of every token."""
+    found = []
+    for chunk_size in (3, 64):
+        engine = load(prediction_folders["mtp_v32"], None, "mtp_v3", gamma=3, chunk_size=chunk_size, max_running=1)
+        found.append(run(engine, greedy_requests()))
+    assert found[0] == found[1] and sum(spec["accepted"] for spec in found[0][1]) > 0
+
+
 def on_ranks(rank, world, target, folder, draft, layout):
-    groups = Groups.build(Topology(**layout), rank)
-    return run(load(target, folder, draft, groups=groups), greedy_requests())[0]
+    sizes = {name: size for name, size in layout.items() if name != "dispatcher"}
+    options = {name: layout[name] for name in layout if name == "dispatcher"}
+    groups = Groups.build(Topology(**sizes), rank)
+    return run(load(target, folder, draft, groups=groups, **options), greedy_requests())[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -329,8 +349,10 @@ def test_layouts(kind, pair, run_ranks):
     target, folder, draft = pair(kind)
     expected, _ = run(load(target, None, "none"), greedy_requests())
     layouts = [{"tp": 2}, {"tp": 2, "dp": 2}]
-    if kind in ("dspark", "mtp_v3", "ngram"):
+    if kind in ("dspark", "mtp_v3", "mtp_v32", "ngram"):
         layouts += [{"tp": 2, "cp": 2}, {"pp": 2}]
+    if kind in ("mtp_v3", "mtp_v32"):
+        layouts += [{"tp": 2, "dp": 2, "ep": 2, "dispatcher": name} for name in ("normal", "low_latency")]
     for layout in layouts:
         world = layout.get("tp", 1) * layout.get("pp", 1)
         assert run_ranks(on_ranks, world, target, folder, draft, layout)[0] == expected, layout
@@ -391,7 +413,7 @@ def test_refusals(folders, pair):
         ({"draft": "dflash"}, "--draft-model"),
         ({"draft": "dflash", "folder": folders["eagle3"]}, "of the format eagle3"),
         ({"draft": "ngram", "folder": folders["eagle3"]}, "reads no folder"),
-        ({"draft": "mtp_v3"}, "needs a deepseek_v3 model"),
+        ({"draft": "mtp_v3"}, "needs a deepseek_v3 or deepseek_v32 model"),
         ({"folder": folders["dflash"], "gamma": 6}, "--gamma is 6, but the draft was trained for blocks of 1 to 5"),
         ({"folder": folders["eagle3"], "prefix_cache": True}, "--prefix-cache"),
         ({"folder": folders["eagle3"], "confidence_threshold": 0.3}, "no confidence head"),
