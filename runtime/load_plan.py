@@ -44,6 +44,8 @@ def plan_load(config: EngineConfig, model_config: Config, topology: Topology, de
         only_for(model_config, "deepseek_v4", f"--kv-format {config.kv_format}")
     if config.cp_keys == "ring":
         check_ring(model_config)
+    if not model_config.num_experts:
+        check_no_experts(config, model_config.model_type)
     dtype, draft = getattr(torch, config.dtype), drafter_class(config.draft)
     kernels = choose(device, dtype, config.deterministic, config.kernels, config.formats)
     settings = draft_config(config.draft, model_config, config.draft_model)
@@ -90,6 +92,18 @@ def check_ring(model_config: Config) -> None:
             f"--cp-keys ring is for layers of the kinds {', '.join(RING_LABELS)}, but the model has "
             f"{', '.join(others)}; use --cp-keys gather"
         )
+
+
+def check_no_experts(config: EngineConfig, model_type: str) -> None:
+    """Raise ``ValueError`` for options about experts, of a model that has none."""
+    asked = {
+        f"--dispatcher {config.dispatcher}": config.dispatcher not in ("standard", "auto"),
+        f"--expert-format {config.expert_format}": config.expert_format != "native",
+        "--fp8-dispatch": config.fp8_dispatch,
+    }
+    for option, given in asked.items():
+        if given:
+            raise ValueError(f"{option} is about experts, but this {model_type} model has none")
 
 
 def check_untrimmed(config: EngineConfig) -> None:
