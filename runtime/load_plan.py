@@ -44,8 +44,6 @@ def plan_load(config: EngineConfig, model_config: Config, topology: Topology, de
         only_for(model_config, "deepseek_v4", f"--kv-format {config.kv_format}")
     if config.cp_keys == "ring":
         check_ring(model_config)
-    if config.kv_format == "fp8":
-        only_for(model_config, "deepseek_v4", "--kv-format fp8")
     if not model_config.num_experts:
         check_no_experts(config, model_config.model_type)
     dtype, draft = getattr(torch, config.dtype), drafter_class(config.draft)
