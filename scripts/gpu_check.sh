@@ -59,6 +59,7 @@ trap 'rm -rf "$WORK"' EXIT
 
 part "twins against kernels" 150 "$PYTHON" -m pytest -q -p no:cacheprovider tests/layers/test_triton_rows.py \
     tests/layers/test_triton_attention.py tests/layers/test_packed_keys.py tests/layers/test_triton_sampling.py \
+    tests/layers/test_triton_blocks.py \
     tests/layers/test_quantised.py
 part "oracle" 60 "$PYTHON" -m pytest -q -p no:cacheprovider tests/runtime/test_triton_oracle.py
 part "plain kernels, no draft" 60 generate "$WORK/plain.jsonl" --kernels torch --draft none

@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ...comm.ring import Shards
 from .plan import AttentionPlan, LayerCache, Run
-from .ring import Attend, ring_attention
+from .ring import Blocks, ring_attention
 
 FOLD_ROWS = 32
 """Up to so many query rows the heads that share a key head become rows of it, so that its keys are read once."""
@@ -73,14 +73,14 @@ def attend_around(
     rows: torch.Tensor,
     pool: torch.Tensor,
     plan: AttentionPlan,
-    attend: Attend,
+    blocks: Blocks,
     value_dim: int = 0,
 ) -> torch.Tensor:
     """Attention of ``q`` [T, H, d] over the keys of all ranks, which pass by and are stored in ``pool``; [T, H, e].
     Collective over ``plan.ring.group``.
 
     ``shards`` gives the keys (and values) of stored rows [L, c]; ``rows`` [T, c] are those of this rank's tokens. For
-    ``value_dim`` and ``attend`` see :func:`.ring.ring_attention`.
+    ``value_dim`` and ``blocks`` see :func:`.ring.ring_attention`.
     """
     ring = plan.ring
 
@@ -91,7 +91,7 @@ def attend_around(
     own = shards(rows)
     values = own[1] if len(own) > 1 else None
     options = {"value_dim": value_dim, "past": past, "keep": keep}
-    return ring_attention(q, own[0], values, ring.plan, ring.group, attend, **options)
+    return ring_attention(q, own[0], values, ring.plan, ring.group, blocks, **options)
 
 
 def visible(run: Run, plan: AttentionPlan, begin: int, window: int = 0) -> torch.Tensor | None:

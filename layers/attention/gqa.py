@@ -24,6 +24,7 @@ from ..rope import RopeTable, rotate_halves
 from ..stages import Point, Stages
 from .dense import CacheShape, attend, attend_around, read_ring, read_tokens, store_tokens, visible
 from .plan import AttentionPlan, LayerCache
+from .ring import Blocks
 
 
 class GQASizes(NamedTuple):
@@ -98,7 +99,7 @@ class GQAttention:
             weights = (source.take(f"{name}.weight", dtype=torch.float32) for name in ("q_norm", "k_norm"))
             self._norms = tuple(kernels.bind("rms_norm", weight=weight, eps=sizes.norm_eps) for weight in weights)
         self._store_ring = kernels.bind("store_rows")
-        self._attend_block = kernels.bind("attend_block", scale=sizes.head_dim**-0.5)
+        self._blocks = Blocks.bind(kernels, sizes.head_dim**-0.5)
         self._out = RowParallelLinear(source, "o_proj.weight", sizes.num_heads * sizes.head_dim, group, kernels)
 
     def project(self, x: torch.Tensor, positions: torch.Tensor) -> Projected:
@@ -131,7 +132,7 @@ class GQAttention:
         if plan.ring is None:
             o = self._over_cache(q, plan.gather(rows), cache, plan)
         else:
-            o = attend_around(q, self._keys_and_values, rows, cache.entries, plan, self._attend_block)
+            o = attend_around(q, self._keys_and_values, rows, cache.entries, plan, self._blocks)
         pending = start_sum(self._out.partial(o.flatten(1)))
         yield Point.SUMMING
         out = pending.wait()

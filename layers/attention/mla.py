@@ -26,6 +26,7 @@ from ..rope import RopeTable, rotate, rotate_halves
 from ..stages import Point, Stages
 from .dense import CacheShape, attend, attend_around, read_tokens, store_tokens, visible
 from .plan import AttentionPlan, LayerCache, Run
+from .ring import Blocks
 
 Form = Literal["naive", "absorbed"]
 
@@ -123,7 +124,7 @@ class MLAttention:
         up = source.take("kv_b_proj.weight", start=group.rank * share, stop=(group.rank + 1) * share)
         up = up.unflatten(0, (num_heads, -1))
         self._key_up, self._value_up = up[:, : sizes.nope_dim].contiguous(), up[:, sizes.nope_dim :].contiguous()
-        self._attend_block = kernels.bind("attend_block", scale=sizes.scale)
+        self._blocks = Blocks.bind(kernels, sizes.scale)
         self._out = RowParallelLinear(source, "o_proj.weight", sizes.num_heads * sizes.v_head_dim, group, kernels)
 
     def _norm(self, source: Scope, name: str, kernels: Kernels):
@@ -182,7 +183,7 @@ class MLAttention:
             o = self._over_cache(x, made, cache, plan, probe)
         else:
             keys = self._fold(made.q, made.q_rope), _one_head, made.rows
-            o = attend_around(*keys, cache.entries, plan, self._attend_block, self.sizes.kv_lora_rank)
+            o = attend_around(*keys, cache.entries, plan, self._blocks, self.sizes.kv_lora_rank)
             o = torch.einsum("thr,her->the", o, self._value_up)
         pending = start_sum(self._out.partial(o.flatten(1)))
         yield Point.SUMMING

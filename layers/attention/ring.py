@@ -21,10 +21,20 @@ import torch
 
 from ...comm.ring import Shards, ring
 from ...parallel.groups import Group
-from ..kernels.block_attention import Attended, merge
+from ..kernels import Kernels
+from ..kernels.block_attention import Attended
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], Attended]
-"""The bound kernel ``attend_block``: ``kernels.bind("attend_block", scale=scale)``."""
+
+class Blocks(NamedTuple):
+    """The bound kernels ``attend_block`` and ``merge``."""
+
+    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], Attended]
+    merge: Callable[[Attended, Attended], Attended]
+
+    @classmethod
+    def bind(cls, kernels: Kernels, scale: float) -> Blocks:
+        """``scale``: what scores are multiplied by."""
+        return cls(kernels.bind("attend_block", scale=scale), kernels.bind("merge"))
 
 
 class Piece(NamedTuple):
@@ -118,7 +128,7 @@ def ring_attention(
     v: torch.Tensor | None,
     plan: RingPlan,
     group: Group,
-    attend: Attend,
+    blocks: Blocks,
     *,
     value_dim: int = 0,
     past: Sequence[Shards] = (),
@@ -133,7 +143,7 @@ def ring_attention(
     once (latent attention with absorbed projections, G = 1).
 
     ``plan``: :func:`build_ring_plan`, made once per step. ``group``: the context-parallel ranks (``groups.attn_cp``);
-    in a group of one this is plain dense attention. ``attend``: ``kernels.bind("attend_block", scale=scale)``.
+    in a group of one this is plain dense attention. ``blocks``: the kernels.
     ``past[s]``: the keys [P, G, d] (and values [P, G, e], if ``v`` is given) of sequence s from earlier steps, which
     every rank has; needed where the plan has ``past_lengths``. ``transfer``: how shards travel, see ``comm/ring.py``.
     ``keep(r, shards)`` is called with the shards of every rank r as they pass (their rows are the tokens
@@ -151,7 +161,8 @@ def ring_attention(
         keys = shards[0][piece.keys]
         values = keys[..., :width] if v is None else shards[1][piece.keys]
         rows = piece.queries
-        merged = merge(Attended(total.out[rows], total.lse[rows]), attend(q[rows], keys, values, piece.visible))
+        block = blocks.attend(q[rows], keys, values, piece.visible)
+        merged = blocks.merge(Attended(total.out[rows], total.lse[rows]), block)
         total.out[rows], total.lse[rows] = merged
 
     for source, shards in transfer((k,) if v is None else (k, v), group, plan.sizes):

@@ -8,6 +8,7 @@ Operations count a multiplication and an addition as two. A floor is the larger 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ import torch
 
 from ...layers.attention.plan import AttentionPlan, LayerCache, Rows
 from ...layers.kernels import Kernels
+from ...layers.kernels.block_attention import Attended
 from ...layers.kernels.moe import Routing
 from ...layers.kernels.packed_keys import packed_width
 from ...layers.kernels.projection import ProjectionSizes
@@ -323,4 +325,26 @@ def draft_cases(kernels: Kernels, scene: Scene) -> list[Case]:
     ]
 
 
-FAMILIES = (row_cases, attention_cases, packed_key_cases, expert_cases, packed_cases, draft_cases)
+def ring_cases(kernels: Kernels, scene: Scene) -> list[Case]:
+    """What dense models with ring attention launch for a shard of the context: DeepSeek-V3's latent attention and
+    Qwen3-8B's, the merge of such blocks, and the choice of experts within groups."""
+    t, keys, found = scene.num_rows, scene.context, []
+    for name, (heads, key_heads, width, value_width) in {"mla": (128, 1, 576, 512), "gqa": (32, 8, 128, 128)}.items():
+        q, k = scene.half(t, heads, width), scene.half(keys, key_heads, width)
+        v = k[..., :value_width] if name == "mla" else scene.half(keys, key_heads, value_width)
+        attend = kernels.bind("attend_block", scale=width**-0.5)
+        read = keys * key_heads * (width if name == "mla" else width + value_width)
+        num_bytes = 2 * (q.numel() + read) + 4 * t * heads * value_width
+        operations = 2 * t * heads * keys * (width + value_width)
+        call = functools.partial(attend, q, k, v, None)
+        found.append(Case(f"attend_block ({name})", call, num_bytes, operations))
+    side = Attended(scene.wide(t, 128, 512), scene.wide(t, 128))
+    merge, route = kernels.bind("merge"), {"scoring": "sigmoid", "renormalise": True, "scale": 2.5}
+    found.append(Case("merge (mla)", lambda: merge(side, side), 12 * side.out.numel(), 3 * side.out.numel(), "float32"))
+    logits = scene.wide(t, EXPERTS)
+    grouped = kernels.bind("route_grouped", bias=logits[0], top_k=8, num_groups=8, topk_groups=4, **route)
+    found.append(Case("route_grouped", lambda: grouped(logits), 4 * logits.numel(), 40 * logits.numel(), "float32"))
+    return found
+
+
+FAMILIES = (row_cases, attention_cases, packed_key_cases, expert_cases, packed_cases, draft_cases, ring_cases)

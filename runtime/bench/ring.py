@@ -32,8 +32,9 @@ import numpy as np
 import torch
 
 from ...comm.ring import TRANSFERS
-from ...layers.attention.ring import RingPlan, build_ring_plan, ring_attention
+from ...layers.attention.ring import Blocks, RingPlan, build_ring_plan, ring_attention
 from ...layers.kernels import Kernels
+from ...layers.kernels.block_attention import merge
 from ...parallel.context import Split, contiguous, striped, zigzag
 from ...parallel.groups import Group, Groups
 from ...parallel.local import run_forked
@@ -163,7 +164,8 @@ def on_rank(
         timed = Timed(problem.scale, group.size)
         group.traffic.reset()
         start = time.perf_counter()
-        out = ring_attention(q, k, v, plan, group, timed, transfer=TRANSFERS[transfer], keep=timed.arrived)
+        blocks = Blocks(timed, merge)
+        out = ring_attention(q, k, v, plan, group, blocks, transfer=TRANSFERS[transfer], keep=timed.arrived)
         clock.append(time.perf_counter() - start)
         seconds.append(timed.seconds)
     return {

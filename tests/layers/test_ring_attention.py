@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from dspark.comm.ring import TRANSFERS
-from dspark.layers.attention.ring import build_ring_plan, ring_attention
+from dspark.layers.attention.ring import Blocks, build_ring_plan, ring_attention
 from dspark.layers.kernels import Kernels
 from dspark.layers.kernels.block_attention import Attended, merge
 from dspark.parallel.context import causal_pairs, contiguous, interleave, ring_wall, striped, zigzag
@@ -84,7 +84,7 @@ def on_rank(group, split, shape, lengths, pasts, causal, transfer, seed, dtype=t
         None if absorbed else new_v[own].to(dtype),
         plan,
         group,
-        attend,
+        Blocks(attend, merge),
         value_dim=VALUE_DIM,
         past=past,
         transfer=TRANSFERS[transfer],

@@ -11,6 +11,7 @@ import pytest
 NO_SPILLS = {"linear (wo_b)", "project", "experts_forward", "experts (fp8)", "experts (fp4)", "scaled_linear (wo_b)"}
 NO_SPILLS |= {"attend (csa)", "attend (hca)", "hc_pre", "hc_post", "pool_windows (hca)", "pool_windows (csa)"}
 NO_SPILLS |= {"attend (csa, fp8 keys)", "attend (hca, fp8 keys)", "markov_sample", "reject_drafts"}
+NO_SPILLS |= {"attend_block (mla)", "attend_block (gqa)", "merge (mla)", "route_grouped"}
 
 
 @pytest.mark.timeout(900)  # half a minute of work, but on a busy machine
