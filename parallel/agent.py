@@ -15,6 +15,7 @@ import traceback
 def main() -> None:
     """Run torchrun with the options of the command line."""
     from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
     from torch.distributed.run import parse_args
@@ -32,6 +33,8 @@ def main() -> None:
             f"dspark: error: node {options.node_rank}: the agents of {options.nnodes} nodes did not meet at {where} "
             f"({str(error).splitlines()[0]}); have all been started, and is node 0 at that address?",
         )
+    except SignalException as error:
+        _end(128 + error.sigval, f"dspark: torchrun's agent was ended by {error.sigval.name}")
     except ChildFailedError as error:
         _end(1, str(error))  # a list of the ranks
     except Exception:

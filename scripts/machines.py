@@ -134,7 +134,7 @@ class Slurm:
         self._folder = tempfile.TemporaryDirectory(prefix="slurm-")
         folder, host = pathlib.Path(self._folder.name), socket.gethostname().split(".")[0]
         folder.chmod(0o755)
-        ports = _free_ports(1 + self.num_nodes)
+        ports = free_ports(1 + self.num_nodes)
         nodes = [
             f"NodeName=n{i} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={self._cpus} Sockets=1 "
             f"CoresPerSocket={self._cpus} ThreadsPerCore=1 RealMemory=4000 State=UNKNOWN"
@@ -218,7 +218,8 @@ class Slurm:
         self._folder.cleanup()
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
+    """Ports of 127.0.0.1 that nobody listens at now."""
     probes = [socket.socket() for _ in range(count)]
     for probe in probes:
         probe.bind(("127.0.0.1", 0))
