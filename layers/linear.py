@@ -43,6 +43,11 @@ def shard(name: str, what: str, size: int, group: Group) -> Part:
     return Part(name, group.rank * share, (group.rank + 1) * share)
 
 
+def merged_weight(source: Scope, parts: Sequence[Part], dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Several weights with the same input side by side, [in, sum of part sizes]."""
+    return torch.cat([source.take(p.name, start=p.start, stop=p.stop, dtype=dtype) for p in parts]).t().contiguous()
+
+
 class MergedLinear:
     """Several weights with the same input as one product: [T, in] -> [T, sum of part sizes], parts side by side.
 
@@ -55,10 +60,8 @@ class MergedLinear:
     def __init__(
         self, source: Scope, parts: Sequence[Part], kernels: Kernels, dtype: torch.dtype | None = None
     ) -> None:
-        rows = [source.take(p.name, start=p.start, stop=p.stop, dtype=dtype) for p in parts]
         self.sizes = [p.size for p in parts]
-        self.weight = torch.cat(rows).t().contiguous()
-        self._linear = kernels.bind(self.operation, weight=self.weight)
+        self._linear = kernels.bind(self.operation, weight=merged_weight(source, parts, dtype))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._linear(x)

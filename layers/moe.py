@@ -21,6 +21,7 @@ from ..parallel.groups import Group, Groups
 from .expert_slots import CopyRule, ExpertSlots
 from .kernels import Kernels
 from .kernels.moe import Routing
+from .kernels.quantised import bytes_of, stack_weights
 from .linear import MergedColumnParallelLinear, RowParallelLinear, columns_of, divide
 from .params import Scope
 from .probe import Probe
@@ -83,7 +84,8 @@ class Router:
 class Experts:
     """This rank's routed experts: those of its share of the slots, each ``width / moe_tp`` wide.
 
-    ``weights``: all that an expert consists of, tensors [slots here, ...]; call :meth:`bind` after writing to them.
+    ``weights``: all that an expert consists of, tensors [slots here, ...], packed if the kernels keep them so; call
+    :meth:`bind` after writing to them.
     """
 
     def __init__(self, source: Scope, sizes: MoESizes, moe_ep: Group, moe_tp: Group, kernels: Kernels) -> None:
@@ -95,15 +97,16 @@ class Experts:
         for expert in slots[moe_ep.rank * num_local : (moe_ep.rank + 1) * num_local]:
             weights = source.scope(str(expert))
             halves = (weights.take("w1.weight", **span), weights.take("w3.weight", **span))
-            gate_up.append(torch.cat(halves).t())
-            down.append(weights.take("w2.weight", dim=1, **span).t())
-        self.weights = (torch.stack(gate_up), torch.stack(down))
+            gate_up.append(kernels.pack("experts_forward", torch.cat(halves).t()))
+            down.append(kernels.pack("experts_forward", weights.take("w2.weight", dim=1, **span).t()))
+        self._products = stack_weights(gate_up), stack_weights(down)
+        self.weights = (*bytes_of(self._products[0]), *bytes_of(self._products[1]))
         self._kernels, self._limit = kernels, sizes.limit
         self.bind()
 
     def bind(self) -> None:
         """Make the kernel see the weights as they are now; it may keep them in a form of its own."""
-        gate_up, down = self.weights
+        gate_up, down = self._products
         self._forward = self._kernels.bind("experts_forward", gate_up=gate_up, down=down, limit=self._limit)
 
     def __call__(self, received: Received, rows: torch.Tensor | slice) -> torch.Tensor:

@@ -19,7 +19,7 @@ from ...parallel.groups import Group
 from ..kernels import Kernels
 from ..kernels.packed_keys import is_packed, packed_width
 from ..kernels.projection import ProjectionSizes
-from ..linear import GroupedColumnParallelLinear, MergedLinear, Part, RowParallelLinear, divide, shard
+from ..linear import GroupedColumnParallelLinear, Part, RowParallelLinear, divide, merged_weight, shard
 from ..params import Scope
 from ..probe import Probe
 from ..rope import RopeTable
@@ -159,8 +159,8 @@ class V4Attention:
             q_parts.append(Part("indexer.wq_b.weight", 0, index_num_heads * sizes.index_head_dim))
         return kernels.bind(
             "project",
-            weight_in=MergedLinear(source, self._input_parts(sizes), kernels).weight,
-            weight_q=MergedLinear(source, q_parts, kernels).weight,
+            weight_in=merged_weight(source, self._input_parts(sizes)),
+            weight_q=merged_weight(source, q_parts),
             latent_norm=source.take("q_norm.weight", dtype=torch.float32),
             key_norm=source.take("kv_norm.weight", dtype=torch.float32),
             sizes=ProjectionSizes(

@@ -12,9 +12,12 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from .quantised import PackedWeight
 
 # operation -> the module of this package that holds its plain torch function
 TWINS = {
@@ -156,12 +159,17 @@ class Kernels:
         self._compiled = COMPILED.get(backend, Backend("", {}, frozenset()))
         self.whole_sums = deterministic and "experts_outer" in self._compiled.modules
 
+    def pack(self, operation: str, weight: torch.Tensor) -> torch.Tensor | PackedWeight:
+        """``weight`` [.., in, out] in the format that ``operation`` keeps its weights in."""
+        if operation not in self._formats:
+            return weight
+        return importlib.import_module(".quantised", __name__).FORMATS[self._formats[operation]](weight)
+
     def bind(self, operation: str, **weights: object) -> Callable[..., object]:
         """``operation`` with its weights fixed: a callable of the activations. "block_linear" is a "linear" whose
-        weight may be packed."""
+        weight may be packed. Weights that :meth:`pack` has packed already are taken as they are."""
         if operation in self._formats:
-            pack = importlib.import_module(".quantised", __name__).FORMATS[self._formats[operation]]
-            weights = {k: pack(v) if isinstance(v, torch.Tensor) else v for k, v in weights.items()}
+            weights = {k: self.pack(operation, v) if isinstance(v, torch.Tensor) else v for k, v in weights.items()}
             operation = NARROW[operation]
         elif operation == "block_linear":
             operation = "linear"

@@ -8,7 +8,7 @@ is packed without loss, and unpacked values are exact in bfloat16. A value is of
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -90,6 +90,22 @@ def pack_fp4(weight: torch.Tensor) -> PackedWeight:
 
 
 FORMATS: dict[str, Callable[[torch.Tensor], PackedWeight]] = {"fp8": pack_fp8, "fp4": pack_fp4}
+
+
+def stack_weights(weights: Sequence[torch.Tensor | PackedWeight]) -> torch.Tensor | PackedWeight:
+    """Weights of equal sizes and format along a new first axis."""
+    if isinstance(weights[0], torch.Tensor):
+        return torch.stack(weights)
+    values, scales, num_in = zip(*weights)
+    return PackedWeight(torch.stack(values), torch.stack(scales), num_in[0])
+
+
+def bytes_of(weight: torch.Tensor | PackedWeight) -> tuple[torch.Tensor, ...]:
+    """The tensors that ``weight`` consists of, in types that every collective takes; views, so writing to them changes
+    the weight."""
+    if isinstance(weight, torch.Tensor):
+        return (weight,)
+    return weight.values.view(torch.uint8), weight.scales
 
 
 def unpack_weight(packed: PackedWeight) -> torch.Tensor:

@@ -1,10 +1,16 @@
 """Narrow formats: their error bounds, and Triton's kernels against the plain ones."""
 
+import functools
+
 import pytest
 import torch
+from dspark.comm.dispatch import Received
 from dspark.layers.kernels import Kernels, quantised
 from dspark.layers.kernels.moe import Routing
 from dspark.layers.kernels.quantised import FORMATS
+from dspark.layers.moe import Experts, MoESizes, SharedExpert
+from dspark.layers.params import Scope
+from dspark.parallel.groups import Group
 
 
 def random(*shape, seed=0, size=1.0):
@@ -68,3 +74,56 @@ def test_scaled_experts(triton_twins, moved, num_rows, hidden, width, name):
     expected = plain.bind("experts_forward", **weights)(*arguments)
     actual = compiled.bind("experts_forward", **moved(weights))(*moved(arguments)).cpu()
     torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
+
+
+def numbers_in(thing, seen):
+    """Bytes of all tensors that can be reached from ``thing``, each storage once."""
+    if isinstance(thing, torch.Tensor):
+        seen[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+    elif isinstance(thing, dict):
+        for value in thing.values():
+            numbers_in(value, seen)
+    elif isinstance(thing, (tuple, list)):
+        for value in thing:
+            numbers_in(value, seen)
+    elif isinstance(thing, functools.partial):
+        numbers_in((thing.args, thing.keywords), seen)
+    elif getattr(thing, "__closure__", None):
+        numbers_in([cell.cell_contents for cell in thing.__closure__], seen)
+    elif type(thing).__module__.startswith("dspark"):
+        numbers_in(getattr(thing, "__dict__", {}), seen)
+    return sum(seen.values())
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_packed_weights_are_all_that_a_layer_keeps(named, backend):
+    pytest.importorskip(backend)
+    width, hidden, num_experts = 256, 128, 2
+    shapes = {"w1.weight": (width, hidden), "w3.weight": (width, hidden), "w2.weight": (hidden, width)}
+    tensors = {name: random(*shape) for name, shape in shapes.items()}
+    tensors |= {f"{e}.{name}": random(*shape) for e in range(num_experts) for name, shape in shapes.items()}
+    sizes = MoESizes(hidden, num_experts, 1, width, 1.0, "sigmoid", True, 1.0, False, 8)
+    alone, source, numbers = Group.alone(), Scope(named(tensors)), 3 * width * hidden
+    for name, most in (("fp8", 1.01), ("fp4", 0.5 + 4 / 32 + 0.01)):
+        experts = Experts(source, sizes, alone, alone, Kernels(backend, formats={"experts_forward": name}))
+        assert numbers_in(experts, {}) <= most * num_experts * numbers, name
+    shared = SharedExpert(source, sizes, alone, Kernels(backend, formats={"block_linear": "fp8"}))
+    assert numbers_in(shared, {}) <= 1.01 * numbers
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_packed_experts_change_places(named, name):
+    """Writing the tensors of one slot to another, as a migration does, moves the expert."""
+    shapes = {"w1.weight": (16, 8), "w3.weight": (16, 8), "w2.weight": (8, 16)}
+    tensors = {f"{e}.{part}": random(*shape, seed=e) for e in range(3) for part, shape in shapes.items()}
+    sizes = MoESizes(8, 3, 1, 16, 1.0, "sigmoid", True, 1.0, False, 8)
+    kernels = Kernels("torch", formats={"experts_forward": name})
+    experts = Experts(Scope(named(tensors)), sizes, Group.alone(), Group.alone(), kernels)
+    x, chosen = random(4, 8), torch.tensor([[0], [1], [2], [0]])
+    call = lambda slots: experts(Received(x, slots, torch.ones(4, 1), None), slice(None))
+    before = call(chosen)
+    for weight in experts.weights:
+        assert weight.dtype in (torch.uint8, torch.float32) and len(weight) == 3
+        weight[[0, 2]] = weight[[2, 0]]
+    experts.bind()
+    assert torch.equal(call(2 - chosen), before) and not torch.equal(call(chosen), before)

@@ -150,14 +150,14 @@ def test_vocabulary_over_three_ranks(run_ranks, named):
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_shards_together_are_the_checkpoint(named, size):
-    """Weights are kept input first, so they are turned back to [out, in]."""
+    """What a layer makes of the unit vectors are the columns of its weight [out, in]."""
     full = weights()
     source = Scope(named(full))
     ranks = [pretend(size, rank) for rank in range(size)]
     columns = [ColumnParallelLinear(source, "column", OUT, group, PLAIN) for group in ranks]
-    assert torch.equal(torch.cat([layer.weight.T for layer in columns]), full["column"])
+    assert torch.equal(torch.cat([layer(torch.eye(HIDDEN)).T for layer in columns]), full["column"])
     merged = [MergedColumnParallelLinear(source, {"gate": OUT, "up": 2 * OUT}, group, PLAIN) for group in ranks]
-    parts = [layer.weight.T.split(layer.sizes) for layer in merged]
+    parts = [layer(torch.eye(HIDDEN)).T.split(layer.sizes) for layer in merged]
     assert torch.equal(torch.cat([gate for gate, _ in parts]), full["gate"])
     assert torch.equal(torch.cat([up for _, up in parts]), full["up"])
     rows = [RowParallelLinear(source, "row", OUT, group, PLAIN) for group in ranks]

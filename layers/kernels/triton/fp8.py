@@ -79,7 +79,7 @@ def _scaled_product(
 def bind_scaled_linear(weight: PackedWeight, row_by_row: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
     """See :func:`..quantised.scaled_linear`."""
     pack, values = bind_pack_rows(), weight.values.view(torch.uint8).t().contiguous().view(FP8)
-    num_out, num_in = values.shape
+    (num_out, num_in), scales = values.shape, weight.scales
 
     def scaled_linear(x: torch.Tensor) -> torch.Tensor:
         rows, num_rows = pack(x), x.shape[0]
@@ -87,7 +87,7 @@ def bind_scaled_linear(weight: PackedWeight, row_by_row: bool = False) -> Callab
         block_m = ROW_BY_ROW_BLOCK if row_by_row else min(power(num_rows, 16), 128)
         launch(
             _scaled_product, (triton.cdiv(num_out, BLOCK_N), triton.cdiv(num_rows, block_m)),
-            *rows, values, weight.scales, out, num_rows, num_in, num_out, rows.scales.shape[1], weight.scales.shape[1],
+            *rows, values, scales, out, num_rows, num_in, num_out, rows.scales.shape[1], scales.shape[1],
             BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK, num_warps=4 if block_m < 128 else 8, num_stages=3,
         )  # fmt: skip
         return out
