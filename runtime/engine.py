@@ -194,6 +194,11 @@ class Engine:
             return []
         return self._land(self._flights.pop(), output)
 
+    def close(self) -> None:
+        """Let go of what must not outlive the groups."""
+        if self._graphs is not None:
+            self._graphs.drop()
+
     def _run(self, steps: Steps) -> tuple[ModelOutput, ...] | None:
         if self._graphs is not None and self._graphs.fits(steps.steps[0]):
             return (self._graphs.run(*steps.steps),)

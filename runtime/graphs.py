@@ -48,7 +48,8 @@ def record_on_cuda(forward: Callable[[], ModelOutput]) -> tuple[Callable[[], Non
             forward()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # NCCL's own threads may call CUDA meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         output = forward()
     return graph.replay, output
 
@@ -56,15 +57,20 @@ def record_on_cuda(forward: Callable[[], ModelOutput]) -> tuple[Callable[[], Non
 class Graphs:
     """Replays the forwards of small steps; see the module text.
 
-    ``record``: how a forward is recorded. Only for a model on one rank, whose kernels neither wait for the host nor
-    choose their work by data that the host must know.
+    ``record``: how a forward is recorded. Only for a model whose kernels neither wait for the host nor choose their
+    work by data that the host must know, on ranks that share heads and so run the same rows: they record and replay
+    the same graphs in the same order, with the collectives in them.
     """
 
     def __init__(self, model: Model, cache: Cache, groups: Groups, max_context: int, record: Recorder) -> None:
-        assert groups.world.size == 1, "graphs are for a model on one rank"
+        assert groups.world.size == groups.attn_tp.size, "graphs are for ranks that run the same rows"
         self._model, self._cache, self._max_context, self._record = model, cache, max_context, record
         self._ratios = cache.layout.ratios
         self._recorded: dict[tuple[int, int], Recorded] = {}
+
+    def drop(self) -> None:
+        """Forget what was recorded: graphs hold the communicators of their collectives, and must go before these do."""
+        self._recorded.clear()
 
     def fits(self, step: Step) -> bool:
         """Whether ``step`` is small enough, and not prefill, whose sizes hardly repeat."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable
 
 import torch
@@ -11,6 +12,7 @@ from ..comm.collectives import all_gather_ints
 from ..layers.params import OnDevice
 from ..parallel.groups import Group, Groups
 from ..parallel.pipeline import stage_layers
+from ..parallel.topology import Topology
 from .balance import ExpertLinks, make_keeper
 from .cache import Cache, CacheLayout, pages_within
 from .checkpoint import CheckpointReader
@@ -24,6 +26,8 @@ from .graphs import Graphs, record_on_cuda
 from .load_plan import plan_load
 from .model_config import Config, load_model_config, only_for
 from .models import family
+
+log = logging.getLogger(__name__)
 
 
 def load_engine(
@@ -68,18 +72,32 @@ def load_engine(
     layers = (model.expert_layers, drafter.expert_layers)
     keeper = make_keeper(config, groups, links, plan.placements, layers)
     graphs = None
-    recordable = plan.kernels.backend == "triton" and device.type == "cuda"
-    if recordable and fits_graphs(config, groups.world.size, model_config):
-        graphs = Graphs(model, cache, groups, config.max_context, record_on_cuda)
+    if plan.kernels.backend == "triton" and device.type == "cuda":
+        obstacle = graph_obstacle(config, groups.topology, model_config)
+        if obstacle is None:
+            graphs = Graphs(model, cache, groups, config.max_context, record_on_cuda)
+        else:
+            log.info("no CUDA graphs: %s", obstacle)
     return Engine(model, drafter, cache, groups, config, text, graphs, keeper)
 
 
-def fits_graphs(config: EngineConfig, num_ranks: int, model_config: Config) -> bool:
-    """Whether small steps may be CUDA graphs: all work is on one GPU, nothing waits for the host as rows that travel
-    do, and no pick is counted, since rows that fill up a graph would be, too."""
-    counts = config.eplb_interval is not None or config.eplb_record is not None
-    alone = num_ranks == 1 and not config.all_to_all
-    return config.graphs and alone and not counts and model_config.model_type == "deepseek_v4"
+def graph_obstacle(config: EngineConfig, topology: Topology, model_config: Config) -> str | None:
+    """Why small steps cannot be CUDA graphs, or None: every rank must run the same rows, nothing may wait for the host,
+    and no pick may be counted, since rows that fill up a graph would be, too."""
+    if not config.graphs:
+        return "--no-graphs"
+    if model_config.model_type != "deepseek_v4":
+        return f"they are for deepseek_v4 models, but this one is {model_config.model_type}"
+    if topology.attn_tp < topology.world:
+        sizes = ", ".join(f"{name} {getattr(topology, name)}" for name in ("pp", "dp", "cp"))
+        return f"ranks have rows of their own ({sizes})"
+    if config.all_to_all:
+        return f"the dispatcher {config.dispatcher} waits for numbers of rows"
+    if config.overlap != "none" and topology.world > 1:
+        return f"--overlap {config.overlap} cuts steps in two"
+    if config.eplb_interval is not None or config.eplb_record is not None:
+        return "picks of experts are counted"
+    return None
 
 
 def left_for_cache(free: int, total: int, share: float) -> int:

@@ -91,6 +91,11 @@ class Session(Job):
         parts = {field.name: getattr(job, field.name) for field in dataclasses.fields(Job)}
         return cls(**parts, engine=engine, text=text)
 
+    def close(self, error: BaseException | None = None) -> None:
+        """See :meth:`Job.close`."""
+        self.engine.close()
+        super().close(error)
+
     def warm_up(self) -> None:
         """Run a few tokens, so that kernels are compiled before anything is timed. Collective over the job.
 

@@ -42,6 +42,7 @@ run() {
 
 run one 1 --draft none
 run tp "$GPUS" --tp "$GPUS" --draft none
+run tp-no-graphs "$GPUS" --tp "$GPUS" --draft none --no-graphs
 run tp-dspark "$GPUS" --tp "$GPUS" --draft dspark
 run dp "$GPUS" --tp "$GPUS" --dp "$GPUS" --draft none
 run pp 2 --pp 2 --draft none

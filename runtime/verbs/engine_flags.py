@@ -68,8 +68,8 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--no-graphs",
         dest="graphs",
         action="store_false",
-        help="do not record CUDA graphs of small steps (done for V4 on one GPU with Triton's kernels, "
-        "where no row travels and no expert is counted)",
+        help="do not record CUDA graphs of small steps (done for V4 with Triton's kernels, on one GPU or on ranks "
+        "that share heads, where no row travels and no expert is counted)",
     )
     group.add_argument(
         *("--max-running", "--max-running-requests", "--max-num-seqs"),

@@ -3,14 +3,18 @@
 Recording is played on the CPU: what is recorded is the forward on the buffers that stay, and replaying runs it again.
 """
 
+import re
+
+import pytest
 import torch
 from dspark.layers.kernels import Kernels
 from dspark.parallel.groups import Groups
+from dspark.parallel.topology import Topology
 from dspark.runtime.cache import Cache
 from dspark.runtime.checkpoint import CheckpointReader, bundled_model
 from dspark.runtime.engine_config import EngineConfig
 from dspark.runtime.graphs import Graphs
-from dspark.runtime.load import fits_graphs, make_cache
+from dspark.runtime.load import graph_obstacle, make_cache
 from dspark.runtime.model_config import load_model_config
 from dspark.runtime.models.base import ModelOutput
 from dspark.runtime.models.deepseek_v4 import DeepseekV4
@@ -36,13 +40,14 @@ class Tape:
         return replay, output
 
 
-def test_padded_steps_give_the_same_logits_and_the_same_cache():
+def run_padded(groups):
+    """Steps as they are and filled up, on the ranks of ``groups``: the same logits and the same cache."""
     config = load_model_config(bundled_model())
-    model = DeepseekV4(config, CheckpointReader(bundled_model(), config), Groups.single(), Kernels("torch"), 512, CPU)
+    model = DeepseekV4(config, CheckpointReader(bundled_model(), config), groups, Kernels("torch"), 512, CPU)
     options = EngineConfig(dtype="float32", max_running=4, max_context=512)
     caches = [make_cache(config, options, CPU, max_verify=5) for _ in range(2)]
     tape = Tape()
-    graphs = Graphs(model, caches[1], Groups.single(), 512, tape)
+    graphs = Graphs(model, caches[1], groups, 512, tape)
     made = torch.Generator().manual_seed(1)
     # Slot 0 holds a request too: rows that fill up a step must not write to it.
     slots, lengths = [], [200, 127, 30]
@@ -75,14 +80,33 @@ def test_padded_steps_give_the_same_logits_and_the_same_cache():
             torch.testing.assert_close(other, one, rtol=2e-4, atol=2e-4)
 
 
-def test_what_no_graph_can_hold():
+def test_padded_steps_give_the_same_logits_and_the_same_cache():
+    run_padded(Groups.single())
+
+
+def test_ranks_that_share_heads_pad_alike(run_ranks):
+    run_ranks(lambda rank, world: run_padded(Groups.build(Topology(tp=world), rank)), 2)
+
+
+@pytest.mark.parametrize(
+    "options,sizes,why",
+    [
+        ({"graphs": False}, {}, "--no-graphs"),
+        ({"dispatcher": "normal"}, {"tp": 2, "ep": 2}, "dispatcher normal waits"),
+        ({"eplb_record": "loads.npz"}, {}, "counted"),
+        ({"eplb_interval": 8}, {}, "counted"),
+        ({}, {"tp": 2, "dp": 2}, r"rows of their own \(pp 1, dp 2, cp 1\)"),
+        ({}, {"tp": 2, "cp": 2}, "rows of their own"),
+        ({}, {"pp": 2}, "rows of their own"),
+        ({"overlap": "tbo"}, {"tp": 2}, "--overlap tbo"),
+    ],
+)
+def test_what_no_graph_can_hold(options, sizes, why):
     config = load_model_config(bundled_model())
-    assert fits_graphs(EngineConfig(num_redundant_experts=2), 1, config)
-    assert not fits_graphs(EngineConfig(), 2, config)
-    for options in (
-        {"graphs": False},
-        {"dispatcher": "normal"},  # the host waits for numbers of rows
-        {"eplb_record": "loads.npz"},  # rows that fill up a step would be counted
-        {"eplb_interval": 8},
-    ):
-        assert not fits_graphs(EngineConfig(**options), 1, config)
+    assert re.search(why, graph_obstacle(EngineConfig(**options), Topology(**sizes), config))
+
+
+@pytest.mark.parametrize("sizes", [{}, {"tp": 2}, {"tp": 4, "ep": 2}])
+def test_what_a_graph_can_hold(sizes):
+    config = load_model_config(bundled_model())
+    assert graph_obstacle(EngineConfig(num_redundant_experts=2), Topology(**sizes), config) is None
