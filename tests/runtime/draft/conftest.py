@@ -83,7 +83,7 @@ class Dense:
     """A tiny Qwen3 target of other code with drafts beside it, and engines of them."""
 
     def __init__(self, root):
-        self._root = root
+        self.root = root
         with safe_open(SPECULATIVE / "tiny_dspark_qwen3.safetensors", "pt") as file:
             self.config = json.loads(file.metadata()["meta"])["target"] | {"dtype": "float32"}
             names = [name for name in file.keys() if name.startswith("target.")]
@@ -92,9 +92,15 @@ class Dense:
         self.eagle = self.write("eagle", *eagle_draft(self.config))
         self.prompts = [tuple(np.random.default_rng(3 + n).integers(0, 24, n).tolist()) for n in (11, 1, 30, 4, 17)]
 
+    @staticmethod
+    def stored(name):
+        """What the reference data of a draft says of itself, and its tensors."""
+        with safe_open(SPECULATIVE / f"tiny_{name}_qwen3.safetensors", "pt") as file:
+            return json.loads(file.metadata()["meta"]), {key: file.get_tensor(key) for key in file.keys()}
+
     def write(self, name, config, tensors):
         """A checkpoint folder."""
-        folder = self._root / name
+        folder = self.root / name
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(config))
         save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "model.safetensors")
