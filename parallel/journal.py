@@ -30,12 +30,12 @@ class Journal:
     at the time ``changed`` of the monotonic clock; ``in_step`` says that this should go on.
     """
 
-    __slots__ = ("count", "changed", "doing", "in_step", "_number", "_in_group", "_ring", "_num_steps")
+    __slots__ = ("count", "changed", "doing", "in_step", "_number", "_in_group", "_ring", "_num_steps", "_warms_up")
 
     def __init__(self) -> None:
         self.count, self.doing, self.in_step = 0, "starting", False
         self.changed = time.monotonic()
-        self._number, self._num_steps = 0, 0
+        self._number, self._num_steps, self._warms_up = 0, 0, False
         self._in_group: dict[str, int] = {}
         self._ring: list[Entry | None] = [None] * LENGTH
 
@@ -58,12 +58,21 @@ class Journal:
         """A step of the model, in which something has to happen all the time."""
         self._num_steps += 1
         self.begin(f"step {self._num_steps}")
-        self.in_step = True
+        self.in_step = not self._warms_up
         try:
             yield
         finally:
             self.in_step = False
             self.begin(f"after step {self._num_steps}")
+
+    @contextlib.contextmanager
+    def warm_up(self) -> Iterator[None]:
+        """Steps inside compile kernels, which takes minutes on a busy machine: nothing has to happen in them."""
+        self._warms_up = True
+        try:
+            yield
+        finally:
+            self._warms_up = False
 
     def entries(self) -> list[Entry]:
         """The last collectives, oldest first."""

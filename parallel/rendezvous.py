@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import socket
+import time
 from dataclasses import replace
 
 import torch
@@ -70,13 +71,31 @@ def open_store(
         raise ValueError(f"the host {host!r} of rank 0 has no address ({error}); set MASTER_ADDR") from error
     fd = listener.detach() if listener is not None else None  # the store closes it
     try:
+        if not serve:
+            _until_open(host, port, limit.total_seconds())
         return dist.TCPStore(host, port, is_master=serve, timeout=limit, wait_for_workers=False, master_listen_fd=fd)
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         what = "could not run the store" if serve else "could not reach the store of rank 0"
         raise TimeoutError(
             f"rank {rank} {what} at {host}:{port} within {limit.total_seconds():g} s; check MASTER_ADDR and "
             f"MASTER_PORT, and that rank 0 runs ({str(error).splitlines()[0]})"
         ) from error
+
+
+def _until_open(host: str, port: int, seconds: float) -> None:
+    """Return once somebody listens there. The store waits by itself, but so that no signal interrupts it.
+
+    Raises ``OSError``, the last one met, after ``seconds``.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            return socket.create_connection((host, port), timeout=max(0.1, min(left, 5.0))).close()
+        except OSError:
+            if left <= 0:
+                raise
+        time.sleep(0.1)
 
 
 def exchange_nodes(world: int, name: str) -> tuple[int, ...]:

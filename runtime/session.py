@@ -106,7 +106,8 @@ class Session(Job):
         if self.text is not None:
             self.text.add(request.request_id, request.params)
         keeper = self.engine.keeper
-        with contextlib.nullcontext() if keeper is None else keeper.paused():
+        counts = contextlib.nullcontext() if keeper is None else keeper.paused()
+        with self.process.journal.warm_up(), counts:
             for _ in drive(self.engine, [request], self.text):
                 pass
         self.engine.take_counts()

@@ -1,5 +1,6 @@
 """Exit statuses, one-line mistakes, who prints, and what a launcher sees."""
 
+import datetime
 import json
 import os
 import pathlib
@@ -10,6 +11,7 @@ import sys
 
 import dspark.runtime.verbs.generate as generate_verb
 import pytest
+import torch.distributed as dist
 from dspark.runtime.cli import VERBS, main, rank_from
 
 DATA = pathlib.Path(__file__).resolve().parent.parent / "data" / "models"
@@ -37,12 +39,15 @@ def test_a_rank_that_finds_no_head_says_so_itself(monkeypatch, capsys):
     assert line.startswith("dspark: error: rank 1: ") and "127.0.0.1:1" in line
 
 
-def test_a_variable_that_one_rank_misses_is_named_by_all(tmp_path):
-    """By hand, without a launcher that would end the others."""
+def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    hand = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        return probe.getsockname()[1]
+
+
+def test_a_variable_that_one_rank_misses_is_named_by_all(tmp_path):
+    """By hand, without a launcher that would end the others."""
+    hand = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [sys.executable, "-m", "dspark.runtime", "generate", *PROMPT, "--pp", "2"]
     ranks = [
         subprocess.Popen(command, env={**CLEAN, **hand, **own}, stderr=subprocess.PIPE, text=True)
@@ -52,6 +57,19 @@ def test_a_variable_that_one_rank_misses_is_named_by_all(tmp_path):
     assert [rank.returncode for rank in ranks] == [2, 2], said
     words = f"dspark: error: rank 1 on {socket.gethostname()}: started by RANK and WORLD_SIZE, but LOCAL_RANK not set"
     assert all(words in one for one in said), said
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_rank_that_waits_for_the_others_can_be_stopped(number):
+    port = free_port()
+    hand = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-m", "dspark.runtime", "generate", *PROMPT, "--pp", "2"]
+    rank = subprocess.Popen(command, env={**CLEAN, **hand}, stderr=subprocess.PIPE, text=True)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=datetime.timedelta(seconds=100))
+    dist.PrefixStore("dspark//attempt0", store).wait(["here/0"])
+    rank.send_signal(number)
+    error = rank.communicate(timeout=60)[1]
+    assert rank.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143}[number], error
 
 
 @pytest.mark.parametrize(
