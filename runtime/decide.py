@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from ..layers.attention.plan import to_device
 from ..layers.draft_heads_host import HostDraftBlock
 from ..layers.kernels import Kernels, choose
 from .draft.base import DraftNoise
@@ -147,17 +148,18 @@ class Decider:
         if greedy and not self._on_device:
             return verify_greedy(rows, ids.cpu().numpy(), drafted.drafts)
         device = logits.device
-        drafts, places = torch.from_numpy(drafted.drafts.clip(min=0)).to(device), rows.on(device)
+        drafts = drafted.drafts.clip(min=0)
         if greedy:
-            return Verdict.from_tensor(device_verify.verify_greedy(places, ids, drafts))
+            (known,) = to_device([drafts], device)
+            return Verdict.from_tensor(device_verify.verify_greedy(rows.on(device), ids, known))
         probs = target_probs(logits, SamplingRows.of([params[r] for r in rows.request.tolist()], device))
         coins = _block_uniforms(states, self._gamma, Purpose.ACCEPT)
         final = _block_uniforms(states, 1, Purpose.TARGET)[:, 0]
         if not self._on_device:
             return self._verify(rows, probs.cpu().numpy(), drafted.drafts, coins, final, drafted.probs)
         laws = None if drafted.probs is None else torch.as_tensor(drafted.probs, device=device)
-        chances = (torch.from_numpy(numbers).to(device) for numbers in (coins, final))
-        return Verdict.from_tensor(self._verify(places, probs, drafts, *chances, laws))
+        given = to_device([drafts, coins, final], device)
+        return Verdict.from_tensor(self._verify(rows.on(device), probs, *given, laws))
 
     def logprobs(
         self,

@@ -14,9 +14,11 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ..layers.attention.plan import to_device
 from .request import SamplingParams, TokenLogprob
 
 NUM_CANDIDATES = 256  # tokens of a row that are sorted first; nearly always enough, and far fewer than V
@@ -43,18 +45,12 @@ class SamplingRows(NamedTuple):
         """The parameters of one row each, in order."""
         filtered = [i for i, p in enumerate(params) if not p.greedy and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0)]
 
-        def column(values: list, dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
-
-        return cls(
-            temperature=column([p.temperature for p in params], torch.float64),
-            top_k=column([p.top_k or torch.iinfo(torch.int64).max for p in params], torch.int64),
-            top_p=column([p.top_p for p in params], torch.float64),
-            min_p=column([p.min_p for p in params], torch.float64),
-            all_greedy=all(p.greedy for p in params),
-            any_greedy=any(p.greedy for p in params),
-            filtered=column(filtered, torch.int64) if filtered else None,
-        )
+        columns = [np.array([p.temperature for p in params], np.float64)]
+        columns.append(np.array([p.top_k or np.iinfo(np.int64).max for p in params], np.int64))
+        columns += [np.array([getattr(p, name) for p in params], np.float64) for name in ("top_p", "min_p")]
+        *law, indices = to_device([*columns, np.array(filtered, np.int64)], torch.device(device))
+        greedy = [p.greedy for p in params]
+        return cls(*law, all(greedy), any(greedy), indices if filtered else None)
 
 
 def target_probs(logits: Tensor, rows: SamplingRows) -> Tensor:

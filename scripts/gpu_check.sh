@@ -69,6 +69,9 @@ part "Triton, DSpark, graphs" 60 generate "$WORK/dspark.jsonl" --draft dspark
 same "golden continuations: Triton as plain torch" "$WORK/plain.jsonl" "$WORK/eager.jsonl"
 same "graphs on and off" "$WORK/eager.jsonl" "$WORK/graphs.jsonl"
 same "DSpark on and off" "$WORK/graphs.jsonl" "$WORK/dspark.jsonl"
+part "Triton, DSpark, keys in FP8" 60 generate "$WORK/keys.jsonl" --draft dspark --kv-format fp8
+part "plain kernels, keys in FP8" 60 generate "$WORK/keys-plain.jsonl" --kernels torch --draft none --kv-format fp8
+same "keys in FP8: Triton with DSpark as plain torch" "$WORK/keys-plain.jsonl" "$WORK/keys.jsonl"
 part "kernel times" 90 "$PYTHON" -m dspark.runtime bench kernels --rows 8,64
 part "synthetic model" 120 "$PYTHON" -m dspark.runtime bench synthetic
 

@@ -133,13 +133,25 @@ class AttentionPlan(NamedTuple):
 
 
 def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """int64 ``arrays`` as tensors on ``device``: in one asynchronous copy from pinned memory to a GPU, and without a
-    copy on the CPU."""
+    """int64 and float64 ``arrays`` as tensors on ``device``: in one asynchronous copy from pinned memory to a GPU, and
+    without a copy on the CPU."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays])).pin_memory()
-    parts = flat.to(device, non_blocking=True).split([array.size for array in arrays])
-    return [part.view(array.shape) for part, array in zip(parts, arrays)]
+    return split_words(join_words(arrays).pin_memory().to(device, non_blocking=True), arrays)
+
+
+def join_words(arrays: Sequence[np.ndarray]) -> torch.Tensor:
+    """The numbers of int64 and float64 ``arrays`` one behind the other, as int64."""
+    return torch.from_numpy(
+        np.concatenate([np.ascontiguousarray(array).reshape(-1).view(np.int64) for array in arrays])
+    )
+
+
+def split_words(words: torch.Tensor, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+    """What :func:`join_words` joined, as tensors of the types and shapes of ``arrays``."""
+    dtypes = {np.dtype(np.int64): torch.int64, np.dtype(np.float64): torch.float64}
+    parts = words.split([array.size for array in arrays])
+    return [part.view(dtypes[array.dtype]).view(array.shape) for part, array in zip(parts, arrays)]
 
 
 def build_plan(

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ...comm.dispatch import Exchange, StepRows
-from ...layers.attention.plan import build_plan
+from ...layers.attention.plan import build_plan, to_device
 from ...layers.draft_heads import load_confidence_head, load_markov_head
 from ...layers.draft_heads_host import HostDraftBlock, HostHeads
 from ...layers.hyper_connection import HyperHead
@@ -148,12 +148,10 @@ class DSparkDrafter(PlainDraft):
     ) -> HostDraftBlock:
         """Only tokens, and states for the confidences, travel to the host; laws stay."""
         greedy, sample = self._draw
-        behind, probs = torch.from_numpy(anchors).to(base_logits.device), None
         if noise.temperatures is None:
-            tokens = greedy(base_logits, behind)
+            tokens, probs = greedy(base_logits, *to_device([anchors], base_logits.device)), None
         else:
-            law = (torch.from_numpy(numbers).to(base_logits.device) for numbers in noise)
-            tokens, probs = sample(base_logits, behind, *law)
+            tokens, probs = sample(base_logits, *to_device([anchors, *noise], base_logits.device))
         tokens = tokens.cpu().numpy()
         return HostDraftBlock(tokens, probs, self.heads.confidence(hidden.float().cpu().numpy(), anchors, tokens))
 
@@ -171,7 +169,7 @@ class DSparkDrafter(PlainDraft):
         ids = np.full((num_requests, width), self._draft.noise_token_id, np.int64)
         ids[:, 0] = requests.anchors
         plan = build_plan(rows, self._cache.page_table, (), bidirectional=True)
-        tokens = torch.from_numpy(ids.ravel()).to(self._cache.page_table.device)
+        (tokens,) = to_device([ids.ravel()], self._cache.page_table.device)
         counts = tuple(count * width for count in requests.others)
         exchange = Exchange(self._groups, self._dispatcher, StepRows(counts, has_prefill=False))
         streams = exchange.own(self._target.embed(tokens)).unsqueeze(1).repeat(1, self._num_streams, 1)

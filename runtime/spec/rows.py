@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...layers.attention.plan import to_device
+
 
 @dataclass(frozen=True)
 class PackedRows:
@@ -76,8 +78,7 @@ class PackedRows:
 
     def on(self, device: torch.device | str) -> DeviceRows:
         """What verification on a device needs; one copy."""
-        flat = torch.from_numpy(np.concatenate([self.lens, self.first, np.arange(self.gamma + 1)])).to(device)
-        lens, first, steps = flat.split([len(self.lens), len(self.first), self.gamma + 1])
+        lens, first, steps = to_device([self.lens, self.first, np.arange(self.gamma + 1)], torch.device(device))
         block = (first[:, None] + steps[:-1]).clamp(max=max(self.num_rows - 1, 0))
         return DeviceRows(self.gamma, lens, first, steps, block, steps[:-1] < lens[:, None])
 

@@ -1,7 +1,9 @@
 """Steps: where each token row sits, which logits are wanted, which windows close, and ids that cannot be."""
 
+import numpy as np
 import pytest
 import torch
+from dspark.layers.attention.plan import join_words, split_words
 from dspark.runtime.step import Span, build_step
 
 TABLE = torch.zeros((9, 4), dtype=torch.int32)
@@ -36,3 +38,12 @@ def test_all_rows_wanted_and_no_rows():
 def test_ids_outside_the_vocabulary_are_named(tokens, bad):
     with pytest.raises(ValueError, match=f"token id {bad} is outside the vocabulary of 9"):
         build_step([Span(1, 0, [1], 1), Span(0, 5, tokens, 1)], TABLE, (), 9)
+
+
+def test_words_of_both_types_travel_together():
+    arrays = [np.arange(6).reshape(2, 3), np.array([0.5, -0.0, np.nan]), np.empty((0, 4)), np.eye(2)[:, ::-1]]
+    words = join_words(arrays)
+    assert words.dtype == torch.int64 and words.shape == (13,)
+    for array, tensor in zip(arrays, split_words(words, arrays)):
+        assert tensor.shape == array.shape
+        np.testing.assert_array_equal(tensor.numpy(), array)
