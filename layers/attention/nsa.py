@@ -22,10 +22,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from ...comm.collectives import Pending
+from ...comm.collectives import Pending, all_gather
 from ...parallel.groups import Group
 from ..kernels import Kernels
-from ..linear import ColumnParallelLinear, divide
+from ..linear import ColumnParallelLinear
 from ..params import Scope
 from ..probe import Probe
 from ..rope import RopeTable, rotate_halves
@@ -91,16 +91,17 @@ class NSASizes(NamedTuple):
 
     def problems(self, num_ranks: int) -> list[str]:
         """What keeps the heads from being cut over ``num_ranks`` ranks."""
-        if self.num_kv_heads % num_ranks:
-            return [
-                f"num_key_value_heads = {self.num_kv_heads} is not divisible by attn_tp = {num_ranks}: the query heads "
-                "that share a key head choose blocks together"
-            ]
-        return []
+        found = []
+        if self.num_heads % num_ranks:
+            found.append(f"num_attention_heads = {self.num_heads} is not divisible by attn_tp = {num_ranks}")
+        if max(num_ranks, self.num_kv_heads) % min(num_ranks, self.num_kv_heads):
+            found.append(f"num_key_value_heads = {self.num_kv_heads} and attn_tp = {num_ranks} do not divide")
+        return found
 
 
 class NSAttention(GQAttention):
-    """One attention layer, cut by key heads over ``group``."""
+    """One attention layer, cut by heads over ``group``. Ranks that hold the same key head choose blocks together, from
+    weights that are gathered over the group."""
 
     sizes: NSASizes
 
@@ -109,12 +110,14 @@ class NSAttention(GQAttention):
     ) -> None:
         super().__init__(source, sizes, rope, group, kernels, layer)
         self._gates = ColumnParallelLinear(source, "g_proj.weight", 3 * sizes.num_heads, group, kernels)
+        self._sharers, share = max(group.size // sizes.num_kv_heads, 1), max(sizes.num_kv_heads // group.size, 1)
+        self._sharing, first = group if self._sharers > 1 else Group.alone(), group.rank // self._sharers * share
+        self._here = slice(first, first + 1) if self._sharers > 1 else slice(None)
         self._learned = None
         if sizes.compression == "linear":
-            share = divide("number of key heads", sizes.num_kv_heads, group)
             names = ("compress_key", "compress_value", "intra_block_pe")
-            cut = {"start": group.rank * share, "stop": (group.rank + 1) * share, "dtype": torch.float32}
-            w_key, w_value, places = (source.take(name, **cut) for name in names)
+            parts = (source.take(name, start=first, stop=first + share, dtype=torch.float32) for name in names)
+            w_key, w_value, places = parts
             shape = (sizes.kernel_size, sizes.head_dim)
             self._learned = w_key.unflatten(1, shape), w_value.unflatten(1, shape), places.transpose(0, 1)
 
@@ -170,6 +173,7 @@ class NSAttention(GQAttention):
         skipped = sizes.kernel_size // sizes.kernel_stride - 1
         summaries = read_tokens(cache.index_entries, run, run.limit // sizes.kernel_stride, plan)[skipped:]
         summed, weights = self._over_summaries(q, *self._keys_and_values(summaries), positions)
+        weights = all_gather(weights, self._sharing, dim=1).unflatten(1, (-1, self._sharers)).sum(2)[:, self._here]
         chosen = self._choose(weights, positions, run.limit)
         probe("selected", self._layer, chosen)
         over_blocks = self._gathered if len(q) <= GATHER_ROWS else self._masked
