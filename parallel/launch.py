@@ -149,7 +149,7 @@ def init(
     limits.validate()
     listener = None
     if info.world > 1 and info.launcher == "mpi":
-        info, listener = agree_by_mpi(info)
+        info, listener = agree_by_mpi(info, limits.timeout)
     if info.world == 1:
         chosen = _choose_device(info, device)
         describe(chosen)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
+import os
+import signal
 import socket
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -110,10 +114,44 @@ def exchange_nodes(world: int, name: str) -> tuple[int, ...]:
     return tuple(numbers.setdefault(value, len(numbers)) for value in gathered.tolist())
 
 
-def agree_by_mpi(info: LaunchInfo) -> tuple[LaunchInfo, socket.socket | None]:
-    """Local ranks from MPI's shared-memory split; the address and port of rank 0's store by an MPI broadcast."""
+@contextlib.contextmanager
+def _killed_after(seconds: float, text: str) -> Iterator[None]:
+    """What is inside may hold the interpreter; after ``seconds``, a child process says ``text`` and kills this one."""
+    parent, child = os.getpid(), os.fork()
+    if child == 0:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        deadline = time.monotonic() + seconds
+        while os.getppid() == parent and time.monotonic() < deadline:
+            time.sleep(0.25)
+        if os.getppid() == parent:
+            os.write(2, text.encode())
+            os.kill(parent, signal.SIGKILL)
+        os._exit(0)
+    try:
+        yield
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def agree_by_mpi(info: LaunchInfo, limit: float) -> tuple[LaunchInfo, socket.socket | None]:
+    """Local ranks from MPI's shared-memory split; the address and port of rank 0's store by an MPI broadcast.
+
+    The process is killed, with a message, where MPI has not started within ``limit`` seconds: it waits for every rank,
+    also for one that has failed already, of which not every mpirun takes notice.
+    """
     if None not in (info.master_addr, info.master_port, info.local_rank):
         return info, None
+    who = f"dspark: error: rank {info.rank} on {socket.gethostname()}"
+    text = (
+        f"{who}: MPI did not start within {limit:g} s; are all {info.world} ranks there, or has one of them failed?\n"
+    )
+    with _killed_after(limit, text):
+        return _ask_mpi(info)
+
+
+def _ask_mpi(info: LaunchInfo) -> tuple[LaunchInfo, socket.socket | None]:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # the latter where it finds no MPI library

@@ -47,15 +47,15 @@ if "dspark.runtime" in sys.orig_argv and "dspark.parallel.agent" not in sys.orig
 
 
 class Mistake(NamedTuple):
-    """Made by rank 1 alone or by all: environment ``variables`` by launcher ("": any; None: unset), and ``options``.
+    """Made by rank 1 alone or by all: environment ``variables`` by launcher (None: unset), and ``options``.
 
-    ``waits``: somebody can only notice by waiting.
+    ``waits``: under which launchers somebody can only notice by waiting.
     """
 
     of_all: bool = False
     variables: dict[str, dict[str, str | None]] = {}  # noqa: RUF012
     options: tuple[str, ...] = ()
-    waits: bool = False
+    waits: tuple[str, ...] = ()
 
 
 BY_HAND, SRUN, TORCHRUN, MPIRUN = "by hand", "Slurm, srun", "torchrun, 2 hosts", "mpirun"
@@ -66,17 +66,22 @@ ONE_MISSES = {
     MPIRUN: {"PMI_SIZE": None},
 }
 CONTRADICTS = {BY_HAND: {"RANK": "7"}, SRUN: {"WORLD_SIZE": "3"}, MPIRUN: {"WORLD_SIZE": "3"}}
+FIND_A_HEAD = (BY_HAND, SRUN, TORCHRUN)  # under mpirun, MPI tells where it is
 MISTAKES = {
     "layout of 3 ranks, of all": Mistake(True, options=("--pp", "3")),
     "layout of 3 ranks, of rank 1": Mistake(options=("--pp", "3")),
     "variable missing, of all": Mistake(True, ONE_MISSES),
-    "variable missing, of rank 1": Mistake(False, ONE_MISSES),
+    "variable missing, of rank 1": Mistake(False, ONE_MISSES, waits=(MPIRUN,)),
     "contradicting variable, of all": Mistake(True, CONTRADICTS),
-    "contradicting variable, of rank 1": Mistake(False, CONTRADICTS),
+    "contradicting variable, of rank 1": Mistake(False, CONTRADICTS, waits=(BY_HAND, MPIRUN)),
     "another checkpoint, of rank 1": Mistake(options=("--model", "MODEL")),
-    "an option that is none, of rank 1": Mistake(options=("--no-such-option",)),
-    "head without an address, of rank 1": Mistake(False, {"": {"MASTER_ADDR": "no-such-host.invalid"}}),
-    "nobody at the head's port, of rank 1": Mistake(False, {"": {"MASTER_PORT": "1"}}, waits=True),
+    "an option that is none, of rank 1": Mistake(options=("--no-such-option",), waits=(BY_HAND, MPIRUN)),
+    "head without an address, of rank 1": Mistake(
+        False, {name: {"MASTER_ADDR": "no-such-host.invalid"} for name in FIND_A_HEAD}, waits=(BY_HAND,)
+    ),
+    "nobody at the head's port, of rank 1": Mistake(
+        False, {name: {"MASTER_PORT": "1"} for name in FIND_A_HEAD}, waits=FIND_A_HEAD
+    ),
 }
 
 
@@ -116,7 +121,7 @@ def other_model(folder: pathlib.Path) -> pathlib.Path:
 def experiment(launcher: str, name: str, model: pathlib.Path) -> str:
     """One row of the table."""
     mistake = MISTAKES[name]
-    variables = mistake.variables.get(launcher, mistake.variables.get("", {}))
+    variables, is_waited = mistake.variables.get(launcher, {}), launcher in mistake.waits
     with tempfile.TemporaryDirectory() as scratch:
         folder = pathlib.Path(scratch)
         prepare(folder, 8)
@@ -124,7 +129,7 @@ def experiment(launcher: str, name: str, model: pathlib.Path) -> str:
         options = [str(model) if word == "MODEL" else word for word in mistake.options]
         made = {"of_all": mistake.of_all, "variables": variables, "options": options}
         (folder / "mistake.json").write_text(json.dumps(made))
-        waits = ["--timeout", str(TIMEOUT)] if mistake.waits else []
+        waits = ["--timeout", str(TIMEOUT)] if is_waited else []
         with STARTS[launcher][0](folder, *waits) as job:
             until(lambda: job.status() is not None, "the end")
             ended = time.monotonic()
@@ -137,7 +142,7 @@ def experiment(launcher: str, name: str, model: pathlib.Path) -> str:
         texts = [text, *(file.read_text() for file in sorted(folder.rglob("*.log")))]
         said = dict.fromkeys(line for one in texts for line in one.splitlines() if line.startswith("dspark: error"))
     assert said, text[-500:]
-    seconds = f"{ended - max(met) - TIMEOUT * mistake.waits:.1f}" if met else "at once"
+    seconds = f"{ended - max(met) - TIMEOUT * is_waited:.1f}" if met else "at once"
     words = "; ".join(line.removeprefix("dspark: error: ") for line in said)
     return f"| {name} | {launcher} | {seconds} | {status} | {words} |"
 
@@ -155,7 +160,7 @@ def main() -> int:
         model = other_model(pathlib.Path(scratch) / "model")
         for name, mistake in MISTAKES.items():
             for launcher, (_, needs) in STARTS.items():
-                fits = not mistake.variables or launcher in mistake.variables or "" in mistake.variables
+                fits = not mistake.variables or launcher in mistake.variables
                 if not fits or missing(*needs) or not all(word in f"{launcher} {name}" for word in words):
                     continue
                 try:

@@ -188,6 +188,18 @@ def test_torchrun_restarts_after_a_rank_was_killed(tmp_path):
     assert lines == [f"result torchrun {rank} attempt 1 nodes (0, 0) total 3 stale False" for rank in ranks]
 
 
+def test_mpirun_does_not_wait_for_ever_for_a_rank_that_failed_before_mpi(tmp_path):
+    pytest.importorskip("mpi4py", reason="mpi4py is not installed")
+    mpirun = pathlib.Path(sys.executable).with_name("mpirun")
+    if not mpirun.exists():
+        pytest.skip("there is no mpirun of MPICH, which takes no notice of such ranks")
+    ranks = f'[ "$PMI_RANK" = 0 ] || exit 2; exec {sys.executable} -P -m dspark.runtime generate --prompt x --timeout 2'
+    command = [str(mpirun), "-n", "2", "bash", "-c", ranks]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    assert done.returncode != 0 and "dspark: error: rank 0 on " in done.stderr
+    assert "MPI did not start within 2 s; are all 2 ranks there" in done.stderr
+
+
 def test_mpirun_broadcasts_address_and_port(tmp_path):
     pytest.importorskip("mpi4py", reason="mpi4py is not installed")
     mpirun = pathlib.Path(sys.executable).with_name("mpirun")
