@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..layers.attention.plan import CacheRows, HostLayerCache, LayerCache, page_tokens
+from ..layers.attention.plan import CacheRows, HostLayerCache, LayerCache, entry_rows, page_tokens
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class CacheLayout:
     every ring; it exists so that a test can make rings too small. ``model_ratios``: the compression ratios of the whole
     model, where these are the layers of one pipeline stage: all stages must count pages alike. ``packed``: keys
     are kept in 8-bit floats, rows of ``CacheRows.packed_row`` bytes; other rows have numbers of ``itemsize`` bytes.
+    ``num_branches``: nodes of a draft tree, which are kept behind a request's tokens until the target has judged them.
     """
 
     layers: tuple[CacheRows, ...]
@@ -35,6 +36,7 @@ class CacheLayout:
     spare_rows: int = 0
     model_ratios: tuple[int, ...] | None = None
     packed: bool = False
+    num_branches: int = 0
 
     @property
     def ratios(self) -> tuple[int, ...]:
@@ -104,8 +106,8 @@ class CacheLayout:
         return total
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that hold ``num_tokens`` tokens of one request; none if nothing is compressed."""
-        return -(-num_tokens // self.page_tokens) if self.page_ratios else 0
+        """Pages that hold ``num_tokens`` tokens of one request and a tree; none if nothing is compressed."""
+        return -(-(num_tokens + self.num_branches) // self.page_tokens) if self.page_ratios else 0
 
 
 class Cache:
@@ -199,6 +201,17 @@ class Cache:
         held += pages
         for page in pages:
             self.hold(page)
+
+    def keep_path(self, slots: Sequence[int], places: Sequence[int], positions: Sequence[int]) -> None:
+        """Put rows that were kept at ``places`` [M] of ``slots`` [M], behind their tokens as nodes of a tree, at their
+        ``positions`` [M]; for layers with an entry a token."""
+        table = torch.tensor([slots, places, positions], dtype=torch.int64, device=self.page_table.device)
+        size = self.layout.page_tokens
+        source, target = (entry_rows(self.page_table, table[0], table[i], size) for i in (1, 2))
+        for layer in self.layers:
+            for pool in (layer.entries.flatten(0, 1), layer.index_entries.flatten(0, 1)):
+                if pool.numel():
+                    pool[target] = pool[source]
 
     def page(self, slot: int, index: int) -> int:
         """The page of ``slot`` that holds its tokens from ``index * page_tokens`` on."""

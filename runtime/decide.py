@@ -29,10 +29,12 @@ from .sequence import RequestState
 from .spec import device_verify
 from .spec.block_verify import verify_blocks
 from .spec.confidence import conditional
-from .spec.rows import PackedRows
+from .spec.rows import BlockPlan, PackedRows
 from .spec.schedule import StaticPolicy, VerifyPolicy, make_policy
 from .spec.sps import load_table
 from .spec.sts import load_temperatures
+from .spec.tree import DraftTree, trees_from_tensor, trees_to_tensor
+from .spec.tree_verify import verify_greedy_trees, verify_trees
 from .spec.verdict import Verdict, cut
 from .spec.verify import verify_greedy, verify_tokens
 
@@ -53,13 +55,25 @@ verified, kept before any cut, and tokens emitted, all [R]."""
 class Drafted(NamedTuple):
     """The drafts of a step: ``drafts`` [R, γ], ``lens`` [R] how many are verified, ``probs`` [R, γ, V] float64 the laws
     they were drawn from (a tensor where that was on a device), or None where all are greedy; ``confidence`` [R, γ] raw
-    logits, on the rank that drew; ``proposed`` [R]: drafts that were of use to the request, there too."""
+    logits, on the rank that drew; ``proposed`` [R]: drafts that were of use to the request, there too.
+    ``trees`` [R]: how the drafts hang together if they do not follow one another; ``drafts`` are then those of each tree,
+    node by node."""
 
     drafts: np.ndarray
     lens: np.ndarray
     probs: np.ndarray | torch.Tensor | None
     confidence: np.ndarray | None = None
     proposed: np.ndarray | None = None
+    trees: tuple[DraftTree, ...] | None = None
+
+    @classmethod
+    def of_trees(cls, trees: Sequence[DraftTree]) -> Drafted:
+        """All nodes of ``trees`` are verified."""
+        lens = np.array([tree.num_drafts for tree in trees], np.int64)
+        drafts = np.zeros((len(trees), lens.max(initial=0)), np.int64)
+        for row, tree in zip(drafts, trees):
+            row[: tree.num_drafts] = tree.tokens[1:]
+        return cls(drafts, lens, None, proposed=lens, trees=tuple(trees))
 
     @classmethod
     def nothing(cls, num_requests: int, gamma: int) -> Drafted:
@@ -70,14 +84,37 @@ class Drafted(NamedTuple):
         """These drafts, then ``num_requests`` requests without drafts."""
         if num_requests == 0:
             return self
-        more = Drafted.nothing(num_requests, self.drafts.shape[1])
+        if self.trees is not None:
+            more = (DraftTree.lone(0),) * num_requests
+            return Drafted.of_trees(self.trees + more)._replace(proposed=self.proposed)
+        nothing = Drafted.nothing(num_requests, self.drafts.shape[1])
         probs = self.probs
         if isinstance(probs, torch.Tensor):
             probs = torch.cat((probs, probs.new_zeros(num_requests, *probs.shape[1:])))
         elif probs is not None:
             probs = np.concatenate([probs, np.zeros((num_requests, *probs.shape[1:]))])
-        drafts, lens = np.concatenate([self.drafts, more.drafts]), np.concatenate([self.lens, more.lens])
+        drafts, lens = np.concatenate([self.drafts, nothing.drafts]), np.concatenate([self.lens, nothing.lens])
         return Drafted(drafts, lens, probs, self.confidence, self.proposed)
+
+    def to_tensor(self, num_nodes: int | None) -> torch.Tensor:
+        """What the other ranks must know, int64 [R, ...]; ``num_nodes``: of a tree at most, None for blocks."""
+        if num_nodes is None:
+            return BlockPlan(self.drafts, self.lens).to_tensor()
+        return trees_to_tensor(self.trees, num_nodes)
+
+    @classmethod
+    def from_tensor(cls, tensor: torch.Tensor, of_trees: bool) -> Drafted:
+        """The inverse of :meth:`to_tensor`, from any device."""
+        if of_trees:
+            return cls.of_trees(trees_from_tensor(tensor))
+        plan = BlockPlan.from_tensor(tensor)
+        return cls(plan.drafts, plan.lens, None)
+
+    def rows(self, gamma: int) -> PackedRows:
+        """Where the drafts lie in the step that verifies them."""
+        if self.trees is not None:
+            return PackedRows.from_trees(self.trees, gamma)
+        return PackedRows.from_lens(self.lens, gamma)
 
 
 class Decider:
@@ -118,6 +155,13 @@ class Decider:
         plan = self.policy.plan([state.request.request_id for state in states], c, max_lens, other_rows)
         return Drafted(block.tokens, plan.lens, block.probs, logits, proposed)
 
+    def schedule_trees(
+        self, states: Sequence[RequestState], trees: Sequence[DraftTree], max_lens: np.ndarray, other_rows: int
+    ) -> Drafted:
+        """The same for trees, which are verified down to some depth."""
+        depths = self.policy.plan([state.request.request_id for state in states], None, max_lens, other_rows).lens
+        return Drafted.of_trees([tree.cut(depth) for tree, depth in zip(trees, depths.tolist())])
+
     def judge(
         self, states: Sequence[RequestState], num_decoding: int, logits: torch.Tensor, drafted: Drafted
     ) -> torch.Tensor:
@@ -129,7 +173,7 @@ class Decider:
         """
         if not states:
             return torch.empty((0, table_width(self._gamma)), dtype=torch.int64)
-        rows = PackedRows.from_lens(drafted.lens, self._gamma)
+        rows = drafted.rows(self._gamma)
         verdict = self._verdict(rows, states, penalised(logits, states, rows, drafted.drafts), drafted)
         uncut, verdict = verdict, cut(verdict, [state.num_left for state in states], [state.stops for state in states])
         if self.recorder is not None and num_decoding:
@@ -144,22 +188,28 @@ class Decider:
     ) -> Verdict:
         """What the target accepts, uncut. On a device only the verdict comes back, in one copy."""
         params, ids = [state.request.params for state in states], greedy_ids(logits)
-        greedy = all(p.greedy for p in params)
-        if greedy and not self._on_device:
-            return verify_greedy(rows, ids.cpu().numpy(), drafted.drafts)
+        if all(p.greedy for p in params):
+            return self._greedy_verdict(rows, ids, drafted)
         device = logits.device
-        drafts = drafted.drafts.clip(min=0)
-        if greedy:
-            (known,) = to_device([drafts], device)
-            return Verdict.from_tensor(device_verify.verify_greedy(rows.on(device), ids, known))
         probs = target_probs(logits, SamplingRows.of([params[r] for r in rows.request.tolist()], device))
-        coins = _block_uniforms(states, self._gamma, Purpose.ACCEPT)
+        coins = _block_uniforms(states, drafted.drafts.shape[1], Purpose.ACCEPT)
         final = _block_uniforms(states, 1, Purpose.TARGET)[:, 0]
+        if rows.trees is not None:
+            return verify_trees(rows, probs, coins, torch.from_numpy(final).to(device))
         if not self._on_device:
             return self._verify(rows, probs.cpu().numpy(), drafted.drafts, coins, final, drafted.probs)
         laws = None if drafted.probs is None else torch.as_tensor(drafted.probs, device=device)
-        given = to_device([drafts, coins, final], device)
+        given = to_device([drafted.drafts.clip(min=0), coins, final], device)
         return Verdict.from_tensor(self._verify(rows.on(device), probs, *given, laws))
+
+    def _greedy_verdict(self, rows: PackedRows, ids: torch.Tensor, drafted: Drafted) -> Verdict:
+        """The same for the target's choices ``ids`` [T]."""
+        if rows.trees is not None:
+            return verify_greedy_trees(rows, ids.cpu().numpy())
+        if not self._on_device:
+            return verify_greedy(rows, ids.cpu().numpy(), drafted.drafts)
+        (drafts,) = to_device([drafted.drafts.clip(min=0)], ids.device)
+        return Verdict.from_tensor(device_verify.verify_greedy(rows.on(ids.device), ids, drafts))
 
     def logprobs(
         self,
@@ -171,13 +221,11 @@ class Decider:
     ) -> torch.Tensor:
         """Log-probabilities of the emitted ``tokens`` by the target's own law, before penalties, temperature and
         filters, see :func:`.outcome.write_logprobs`."""
-        emitted = np.array([len(block) for block in tokens], dtype=np.int64)
-        rows = PackedRows.from_lens(drafted.lens, self._gamma)
-        at = torch.from_numpy(rows.emitted_rows(emitted)).to(logits.device)
+        at = torch.from_numpy(drafted.rows(self._gamma).emitted_rows(tokens)).to(logits.device)
         ids = torch.tensor([token for block in tokens for token in block], dtype=torch.int64, device=logits.device)
         asked = [state.request.params.logprobs for state in states]
-        found = iter(log_probs(logits[at], ids, [n for n, times in zip(asked, emitted) for _ in range(times)]))
-        blocks = [[one for one in (next(found) for _ in range(times)) if one is not None] for times in emitted]
+        found = iter(log_probs(logits[at], ids, [n for n, block in zip(asked, tokens) for _ in block]))
+        blocks = [[one for one in (next(found) for _ in block) if one is not None] for block in tokens]
         return write_logprobs(blocks, self._gamma, num_top)
 
 

@@ -35,9 +35,9 @@ from .outcome import Outcome, read_logprobs, table_width
 from .prefix import PrefixTree, RingSnapshots
 from .request import FinishReason, Request, TokenEvent, TokenLogprob, token_budget
 from .scheduler import Counts, Scheduler, StepPlan, lightest
-from .sequence import RequestState
-from .spec.rows import BlockPlan
+from .sequence import NO_SLOT, RequestState
 from .spec.schedule import VerifyPolicy
+from .spec.tree import message_width
 from .step import Span, Step
 from .step_maker import StepMaker, Steps
 
@@ -229,8 +229,10 @@ class Engine:
 
     def _land(self, flight: Flight, output: tuple[ModelOutput, ...] | None) -> list[TokenEvent]:
         """Decide what the last stage's ``output`` gives to the flight's requests, tell all ranks, and apply it."""
-        for part, step in zip(output or (), flight.steps.steps):
-            self.drafter.observe(part.taps, step)
+        trees = flight.drafted.trees
+        if trees is None:
+            for part, step in zip(output or (), flight.steps.steps):
+                self.drafter.observe(part.taps, step)
         logits = None if output is None else _joined([part.logits for part in output])
         self._scheduler.landed(flight.plan)
         if not sum(flight.steps.shapes.requests):
@@ -245,10 +247,35 @@ class Engine:
             table = self._ends.at_strings(self._states, table)
         rows = [Outcome.from_row(row) for row in broadcast(table, self.groups.world).tolist()]
         logprobs = self._logprobs(flight, logits, rows)
+        if trees is not None:
+            self._keep_paths(flight, output or (), {row.number: row.tokens for row in rows})
         for state in flight.states:
             state.in_flight = False
         events = [self._apply(row, found) for row, found in zip(rows, logprobs)]
         return [event for event in events if event is not None]
+
+    def _keep_paths(self, flight: Flight, output: tuple[ModelOutput, ...], emitted: dict[int, list[int]]) -> None:
+        """Of every tree keep the path of the ``emitted`` tokens: in the cache, and for the draft. Collective over the
+        attention block."""
+        kept: list[int] = []  # key rows of the step
+        moved: list[tuple[int, int, int]] = []
+        num_rows = 0
+        for state, tree in zip(flight.states[: flight.num_decoding], flight.drafted.trees):
+            path = tree.follow(emitted[state.number][:-1])
+            kept += [num_rows + node for node in path]
+            num_rows += len(tree.tokens)
+            if state.slot != NO_SLOT:
+                start = state.num_cached
+                moved += [(state.slot, start + node, start + k) for k, node in enumerate(path) if node != k]
+        if moved:
+            self.cache.keep_path(*zip(*moved))
+        kept += range(num_rows, sum(len(step.plan.keys.slots) for step in flight.steps.steps))
+        rows = torch.tensor(kept, dtype=torch.int64, device=self._device)
+        for part, step in zip(output, flight.steps.steps):
+            size = len(step.plan.keys.slots)
+            plan = step.plan.narrowed(rows[rows < size])
+            self.drafter.observe(part.taps, step._replace(plan=plan))
+            rows = rows[rows >= size] - size
 
     def _to_first(self, table: torch.Tensor) -> torch.Tensor:
         """``table`` of the last stage's first rank on the first stage's. Collective over that pipeline column."""
@@ -280,14 +307,17 @@ class Engine:
             )
         if not drafting:
             return nothing
-        decided, message = None, torch.empty((len(states), 1 + gamma), dtype=torch.int64, device=self._device)
+        tree = self.drafter.tree
+        width = 1 + gamma if tree is None else message_width(tree.num_drafts)
+        decided, message = None, torch.empty((len(states), width), dtype=torch.int64, device=self._device)
         if self._decider:
-            decided = self._decider.schedule(states, block, max_lens, other_rows)
-            message = BlockPlan(decided.drafts, decided.lens).to_tensor().to(self._device)
+            schedule = self._decider.schedule if tree is None else self._decider.schedule_trees
+            decided = schedule(states, block, max_lens, other_rows)
+            message = decided.to_tensor(tree and tree.num_drafts).to(self._device)
         if self._link.is_last:
             message = broadcast(message, self.groups.attn_block)
-        agreed = BlockPlan.from_tensor(broadcast(message, self.groups.pp, self._link.num_stages - 1))
-        return decided or Drafted(agreed.drafts, agreed.lens, None)
+        message = broadcast(message, self.groups.pp, self._link.num_stages - 1)
+        return decided or Drafted.from_tensor(message, of_trees=tree is not None)
 
     def _wants_draft(self, states: list[RequestState], max_lens: np.ndarray, other_rows: int) -> bool:
         """Whether the policy drafts in this step; the same on every rank of the block. Collective over the block and
@@ -304,8 +334,9 @@ class Engine:
 
     def _build(self, plan: StepPlan, drafted: Drafted, num_requests: int) -> Steps:
         spans = []
-        for state, drafts, length in zip(plan.decoding, drafted.drafts.tolist(), drafted.lens.tolist()):
-            spans.append(Span(state.slot, state.num_cached, [state.tokens[-1], *drafts[:length]], length + 1))
+        trees = (None,) * len(plan.decoding) if drafted.trees is None else drafted.trees
+        for state, drafts, length, tree in zip(plan.decoding, drafted.drafts.tolist(), drafted.lens.tolist(), trees):
+            spans.append(Span(state.slot, state.num_cached, [state.tokens[-1], *drafts[:length]], length + 1, tree))
         for state, num_tokens, completes in plan.chunks:
             start = state.num_cached
             spans.append(Span(state.slot, start, state.tokens[start : start + num_tokens], int(completes)))

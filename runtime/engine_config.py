@@ -18,6 +18,7 @@ EXPERT_FORMATS = ("native", "fp8", "fp4")
 LINEAR_FORMATS = ("native", "fp8")
 KV_FORMATS = ("native", "fp8")
 VERIFY_MODES = ("static", "sync", "async")
+TREES = ("none", "static", "dynamic")
 CP_SPLITS = ("interleave", "zigzag")
 CP_DECODES = ("split", "replicate")
 CP_KEYS = ("gather", "ring")
@@ -29,6 +30,7 @@ REPLICA_SPLITS = ("even", "nearest", "weighted")
 MAX_CHUNK_SIZE = 1 << 20
 MAX_RUNNING = 1 << 16
 MAX_REDUNDANT = 1 << 16
+MAX_TREE_NODES = 1 << 10
 PATHS = (
     "model",
     "draft_model",
@@ -53,7 +55,8 @@ class EngineConfig:
     of a V4 model. ``graphs``: small steps are CUDA graphs where they can be.
     ``mixed_chunk``: prefill tokens of a step beside up to 8 decoding requests a DP rank, in proportion with more;
     ``None``: 24 on CPU, else as many as ``chunk_size``.
-    ``draft_model`` is the folder of a draft that is a checkpoint of its own.
+    ``draft_model`` is the folder of a draft that is a checkpoint of its own. ``tree``: what it proposes is a tree of
+    ``tree_nodes`` nodes with ``tree_topk`` children each and ``gamma`` levels, see :class:`..draft.growth.TreeShape`.
 
     The cache of a DP rank has ``cache_pages`` pages, or what fits into ``cache_bytes`` a rank, or enough for
     ``max_running`` requests of ``max_context`` tokens, or what a GPU has left if weights and cache may take
@@ -96,6 +99,9 @@ class EngineConfig:
     draft: str = "auto"
     draft_model: str | None = None
     gamma: int | None = None
+    tree: str = "none"
+    tree_nodes: int | None = None
+    tree_topk: int | None = None
     verify: str = "static"
     sps_table: str | None = None
     sts: str | None = None
@@ -259,6 +265,7 @@ def _check_values(config: EngineConfig) -> None:
         ("linear_format", LINEAR_FORMATS),
         ("kv_format", KV_FORMATS),
         ("verify", VERIFY_MODES),
+        ("tree", TREES),
         ("cp_split", CP_SPLITS),
         ("cp_decode", CP_DECODES),
         ("cp_keys", CP_KEYS),
@@ -275,6 +282,8 @@ def _check_values(config: EngineConfig) -> None:
         ("max_running", 1, MAX_RUNNING),
         ("max_context", 2, None),
         ("gamma", 1, None),
+        ("tree_nodes", 1, MAX_TREE_NODES),
+        ("tree_topk", 1, MAX_TREE_NODES),
         ("cache_pages", 1, None),
         ("cache_bytes", 1, None),
         ("prefix_pages", 1, None),
@@ -305,6 +314,14 @@ def _check_effect(config: EngineConfig) -> None:
     """Raise ``ValueError`` for options that would silently do nothing beside the others."""
     if config.prefix_pages is not None and not config.prefix_cache:
         raise ValueError(f"--prefix-pages {config.prefix_pages} keeps nothing without --prefix-cache")
+    for name in ("tree_nodes", "tree_topk"):
+        if config.tree == "none" and getattr(config, name) is not None:
+            raise ValueError(f"{_flag(name)} {getattr(config, name)} changes nothing without --tree")
+    for name in ("verify", "block_verify") if config.tree != "none" else ():
+        value = getattr(config, name)
+        if value != getattr(EngineConfig, name):
+            shown = _flag(name) if value is True else f"{_flag(name)} {value}"
+            raise ValueError(f"{shown} is for blocks, but --tree {config.tree} is verified whole, node by node")
     backend = "torch" if config.dispatch_backend == "auto" else config.dispatch_backend
     kind, chosen = dispatcher_class(config.dispatcher, backend), f"the dispatcher {config.dispatcher} of {backend}"
     if config.max_tokens_per_rank is not None and not any(kind.limits):
@@ -325,9 +342,9 @@ def _check_no_draft_options(config: EngineConfig) -> None:
     """Options that would silently do nothing: ``--gamma`` is refused where the draft is loaded."""
     if config.verify != EngineConfig.verify:
         raise ValueError(f"--verify {config.verify} is for a draft, but there is none; leave it out")
-    for name in ("sps_table", "sts", "confidence_threshold", "block_verify"):
+    for name in ("sps_table", "sts", "confidence_threshold", "block_verify", "tree"):
         value = getattr(config, name)
-        if value not in (None, False):
+        if value not in (None, False, "none"):
             shown = _flag(name) if value is True else f"{_flag(name)} {value}"
             raise ValueError(f"{shown} is for a draft, but there is none; leave it out")
 

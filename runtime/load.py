@@ -48,7 +48,7 @@ def load_engine(
     """
     model_config = load_model_config(config.model) if model_config is None else model_config
     plan = plan_load(config, model_config, groups.topology, device)
-    draft, settings, max_verify = plan.draft, plan.settings, plan.max_verify
+    draft, settings, max_verify, tree = plan.draft, plan.settings, plan.max_verify, plan.tree
     dtype = getattr(torch, config.dtype)
     reader = CheckpointReader(config.model, model_config, dtype, progress=progress)
     source = OnDevice(reader, device)
@@ -57,18 +57,19 @@ def load_engine(
     model = family(model_config.model_type).build(model_config, source, groups, plan.kernels, *sizes)
     assert groups.world.size > 1 or not reader.untaken(), f"nothing read {', '.join(reader.untaken())}"
     num_rows = draft_rows(draft, settings, max_verify)
-    room = DraftRoom(config.max_running, config.max_context, num_rows, own)
+    room = DraftRoom(config.max_running, config.max_context, num_rows, own, tree)
     if model.is_last:
         if max_verify > 1 and groups.tp.rank == 0:  # the draft uses the target's own
             reader.check_copies()
         drafter = draft.load(settings, source, model, groups, plan.kernels, room, config.gamma)
     else:
-        drafter = DraftElsewhere(max_verify - 1)
+        drafter = DraftElsewhere(max_verify - 1, tree)
     if device.type == "cuda" and config.cache_pages is None and config.cache_bytes is None:
         left = left_for_cache(*torch.cuda.mem_get_info(device), config.gpu_memory_share)
         left = min(row[0] for row in all_gather_ints([left], groups.world, device))
         config = dataclasses.replace(config, cache_bytes=max(left, 1))
-    cache = make_cache(model_config, config, device, max_verify, groups.pp, groups.attn_tp.size)
+    num_branches = tree.num_drafts if tree is not None else 0
+    cache = make_cache(model_config, config, device, max_verify, groups.pp, groups.attn_tp.size, num_branches)
     layers = (model.expert_layers, drafter.expert_layers)
     keeper = make_keeper(config, groups, links, plan.placements, layers)
     graphs = None
@@ -121,16 +122,17 @@ def make_cache(
     max_verify: int = 1,
     pipeline: Group | None = None,
     attn_tp: int = 1,
+    num_branches: int = 0,
 ) -> Cache:
     """A cache for ``config.max_running`` requests, of ``config.max_context`` tokens each unless its size is given.
 
     ``max_verify``: rows of the widest step that may be rolled back. ``pipeline``: whose stages share the layers; all
-    layers are here without one. ``attn_tp``: ranks that share the heads. Raises ``ValueError`` if
-    ``config.cache_bytes`` leaves no room for a page.
+    layers are here without one. ``attn_tp``: ranks that share the heads. ``num_branches``: nodes of a draft tree.
+    Raises ``ValueError`` if ``config.cache_bytes`` leaves no room for a page.
     """
     dtype, num_layers, num_slots = getattr(torch, config.dtype), model_config.num_layers, config.max_running
     stages = [range(num_layers)] if pipeline is None else stage_layers(num_layers, pipeline.size)
-    sizes = (max_verify, dtype.itemsize, attn_tp, config.kv_format == "fp8")
+    sizes = (max_verify, dtype.itemsize, attn_tp, config.kv_format == "fp8", num_branches)
     layouts = [cache_layout(model_config, layers, *sizes) for layers in stages]
     layout = layouts[0 if pipeline is None else pipeline.rank]
     num_pages = num_slots * layout.pages_for(config.max_context) if config.cache_pages is None else config.cache_pages
@@ -140,12 +142,20 @@ def make_cache(
 
 
 def cache_layout(
-    config: Config, layers: range, max_verify: int, itemsize: int, attn_tp: int = 1, packed: bool = False
+    config: Config,
+    layers: range,
+    max_verify: int,
+    itemsize: int,
+    attn_tp: int = 1,
+    packed: bool = False,
+    num_branches: int = 0,
 ) -> CacheLayout:
     """The cache of some of the target's ``layers``, on a rank of the ``attn_tp`` that share the heads; ``packed`` for
-    ``--kv-format fp8``. Raises ``ValueError`` for layers whose keys cannot be packed."""
+    ``--kv-format fp8``, ``num_branches`` nodes of a draft tree. Raises ``ValueError`` for layers whose keys cannot be
+    packed."""
     if packed:
         only_for(config, "deepseek_v4", "--kv-format fp8")
     rows = family(config.model_type).cache_rows(config, attn_tp)
     ratios = CacheLayout(rows, max_verify, itemsize).ratios
-    return CacheLayout(rows[layers.start : layers.stop], max_verify, itemsize, model_ratios=ratios, packed=packed)
+    own, options = rows[layers.start : layers.stop], {"packed": packed, "num_branches": num_branches}
+    return CacheLayout(own, max_verify, itemsize, model_ratios=ratios, **options)

@@ -10,24 +10,26 @@ from ..comm.dispatch import DispatchOptions, dispatcher_class
 from ..layers.kernels import Kernels, choose
 from ..parallel.topology import Topology
 from .balance import ExpertPlacements, expert_placements
-from .draft import Drafter, draft_config, drafter_class
+from .draft import DRAFTERS, Drafter, draft_config, drafter_class
 from .draft.files import DraftFiles
+from .draft.growth import TreeShape
 from .engine_config import EngineConfig
 from .model_config import Config, only_for
 from .models import family
 
-RING_LABELS = ("mha", "gqa", "mqa", "mla")
+WHOLE_LABELS = ("mha", "gqa", "mqa", "mla")
 """Attention kinds that see every position."""
 
 
 class LoadPlan(NamedTuple):
     """``settings`` are what the ``draft`` reads its own from, ``taps`` the layers it reads; ``max_verify``: rows of
-    a request in the widest step."""
+    a request that may follow one another in the widest step; ``tree``: of which a path has that length."""
 
     draft: type[Drafter]
     settings: Config | DraftFiles
     taps: tuple[int, ...]
     max_verify: int
+    tree: TreeShape | None
     kernels: Kernels
     dispatch: DispatchOptions
     placements: ExpertPlacements
@@ -43,7 +45,7 @@ def plan_load(config: EngineConfig, model_config: Config, topology: Topology, de
     if config.kv_format != "native":
         only_for(model_config, "deepseek_v4", f"--kv-format {config.kv_format}")
     if config.cp_keys == "ring":
-        check_ring(model_config)
+        check_whole(model_config, "--cp-keys ring", "use --cp-keys gather")
     if not model_config.num_experts:
         check_no_experts(config, model_config.model_type)
     dtype, draft = getattr(torch, config.dtype), drafter_class(config.draft)
@@ -55,9 +57,13 @@ def plan_load(config: EngineConfig, model_config: Config, topology: Topology, de
     max_verify = 1 + (config.gamma or draft.default_gamma(settings))
     if max_verify > 1 and not draft.has_confidence(settings):
         check_untrimmed(config)
-    dispatch = dispatch_options(config, topology, max_verify, 1 + draft.max_gamma(settings))
+    tree = tree_shape(config, model_config, draft, max_verify - 1)
+    num_verified, num_drafted = max_verify, 1 + draft.max_gamma(settings)
+    if tree is not None:
+        num_verified, num_drafted = 1 + tree.num_drafts, max(tree.top_k, num_drafted)
+    dispatch = dispatch_options(config, topology, num_verified, num_drafted)
     placements = expert_placements(config, model_config, topology, max_verify > 1)
-    return LoadPlan(draft, settings, taps, max_verify, kernels, dispatch, placements)
+    return LoadPlan(draft, settings, taps, max_verify, tree, kernels, dispatch, placements)
 
 
 def dispatch_options(config: EngineConfig, topology: Topology, verified: int, drafted: int) -> DispatchOptions:
@@ -83,14 +89,31 @@ def dispatch_options(config: EngineConfig, topology: Topology, verified: int, dr
     return DispatchOptions(config.dispatcher, config.dispatch_backend, given or needed, config.fp8_dispatch)
 
 
-def check_ring(model_config: Config) -> None:
-    """Raise ``ValueError`` for a model with layers whose keys cannot be passed from rank to rank."""
+def tree_shape(config: EngineConfig, model_config: Config, draft: type[Drafter], depth: int) -> TreeShape | None:
+    """The trees that are drafted and verified, of ``depth`` levels; None for blocks.
+
+    Raises ``ValueError`` naming the kind or the draft if one of the two cannot.
+    """
+    if config.tree == "none":
+        return None
+    option = f"--tree {config.tree}"
+    if not draft.grows_trees:
+        able = ", ".join(name for name in DRAFTERS if drafter_class(name).grows_trees)
+        raise ValueError(f"{option}: the draft {config.draft} proposes blocks only; those that grow trees: {able}")
+    check_whole(model_config, option, "leave --tree out")
+    if config.cp_keys == "ring":
+        raise ValueError(f"{option} needs every key at hand, but --cp-keys ring passes them on; use --cp-keys gather")
+    return TreeShape.make(config.tree, config.tree_nodes, config.tree_topk, depth, model_config.vocab_size)
+
+
+def check_whole(model_config: Config, option: str, way_out: str) -> None:
+    """Raise ``ValueError`` for a model with layers that do not see every position, which ``option`` needs."""
     labels = family(model_config.model_type).layer_labels(model_config)
-    others = [label for label in dict.fromkeys(labels) if label not in RING_LABELS]
+    others = [label for label in dict.fromkeys(labels) if label not in WHOLE_LABELS]
     if others:
         raise ValueError(
-            f"--cp-keys ring is for layers of the kinds {', '.join(RING_LABELS)}, but the model has "
-            f"{', '.join(others)}; use --cp-keys gather"
+            f"{option} is for layers of the kinds {', '.join(WHOLE_LABELS)}, but the model has {', '.join(others)}; "
+            f"{way_out}"
         )
 
 

@@ -79,10 +79,12 @@ def find_cut(lengths: Sequence[int], has_prefill: bool) -> Cut:
 
 
 def halve(spans: Sequence[Span], cut: Cut) -> tuple[list[Span], list[Span]]:
-    """The spans of both halves, in order: the second goes on where the first ends."""
+    """The spans of both halves, in order: the second goes on where the first ends. A tree stays whole, in the first."""
     first, second = list(spans[: cut.index]), list(spans[cut.index :])
-    if cut.offset:
-        slot, start, tokens, num_logits = second[0]
+    if cut.offset and second[0].tree is not None:
+        first.append(second.pop(0))
+    elif cut.offset:
+        slot, start, tokens, num_logits, _ = second[0]
         rest = len(tokens) - cut.offset
         first.append(Span(slot, start, tokens[: cut.offset], max(num_logits - rest, 0)))
         second[0] = Span(slot, start + cut.offset, tokens[cut.offset :], min(num_logits, rest))

@@ -28,7 +28,7 @@ def penalised(
     if not asking:
         return logits
     states, device = [states[r] for r in asking], logits.device
-    own = PackedRows.from_lens(rows.lens[asking], rows.gamma)
+    own = rows.of(asking)
     at = torch.from_numpy(rows.first[asking][own.request] + own.offset).to(device)
     written, params = written_by(states, logits.shape[1], device), penalty_params(states, device)
     changed = penalise(logits[at], own, torch.from_numpy(drafts[asking]).to(device), written, params)

@@ -13,22 +13,24 @@ import numpy as np
 import torch
 
 from ..comm.context import RowGather, whole
-from ..layers.attention.plan import AttentionPlan, RingRows, Run, build_plan, to_device
+from ..layers.attention.plan import AttentionPlan, Branches, RingRows, Run, build_plan, to_device
 from ..layers.attention.ring import build_ring_plan
 from ..parallel.groups import Group
+from .spec.tree import DraftTree
 
 
 class Span(NamedTuple):
     """Consecutive tokens of one request in a step: a prefill chunk, one decoded token, or a block to verify.
 
     ``slot``: the request's cache slot. ``start``: absolute position of the first token. ``num_logits``: of how many of
-    the last tokens logits are wanted.
+    the last tokens logits are wanted. ``tree``: whose nodes the tokens are, where they do not follow one another.
     """
 
     slot: int
     start: int
     tokens: Sequence[int]
     num_logits: int
+    tree: DraftTree | None = None
 
 
 class Split(NamedTuple):
@@ -74,18 +76,18 @@ def build_step(
     split rows are passed from rank to rank, not brought together. Raises ``ValueError`` for a token id outside
     ``[0, vocab_size)``; requests are checked before they come here.
     """
-    rows, tokens, wanted = _flatten(spans)
+    rows, tokens, wanted, branches = _flatten(spans)
     if tokens.shape[0] and not (tokens.min() >= 0 and tokens.max() < vocab_size):
         bad = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
         raise ValueError(f"token id {bad} is outside the vocabulary of {vocab_size}")
     device = page_table.device
     logit_rows, gather_logit_rows = wanted, whole
     if split is None:
-        plan = build_plan(rows, page_table, ratios)
+        plan = build_plan(rows, page_table, ratios, branches=branches)
     else:
         owned = split.owned[split.group.rank]
         gather = RowGather(split.group, split.owned, device)
-        plan = build_plan(rows, page_table, ratios, owned=owned, gather=gather)
+        plan = build_plan(rows, page_table, ratios, owned=owned, gather=gather, branches=branches)
         if pass_keys:
             plan = plan._replace(ring=_ring_rows(spans, split, plan))
         tokens = tokens[owned]
@@ -110,25 +112,37 @@ def _ring_rows(spans: Sequence[Span], split: Split, plan: AttentionPlan) -> Ring
     return RingRows(group, ring, rows, past)
 
 
-def _flatten(spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The fields of ``Rows`` int64 [5, K], the tokens [K], and the rows whose logits are wanted [N]."""
+class Flat(NamedTuple):
+    """The fields of ``Rows`` int64 [5, K], the tokens [K], the rows whose logits are wanted [N], and trees by slot."""
+
+    rows: np.ndarray
+    tokens: np.ndarray
+    wanted: np.ndarray
+    branches: dict[int, Branches]
+
+
+def _flatten(spans: Sequence[Span]) -> Flat:
     num_rows = sum(len(span.tokens) for span in spans)
     rows, tokens = np.empty((5, num_rows), np.int64), np.empty(num_rows, np.int64)
-    wanted = [np.empty(0, np.int64)]
+    wanted, branches = [np.empty(0, np.int64)], {}
     at = 0
     for span in spans:
         length = len(span.tokens)
         stop = at + length
-        rows[0, at:stop] = np.arange(span.start, span.start + length)
+        if span.tree is None:
+            rows[0, at:stop] = np.arange(span.start, span.start + length)
+        else:
+            rows[0, at:stop] = span.start + span.tree.depths
+            branches[span.slot] = Branches(at, span.tree.sees)
         rows[1, at:stop] = span.slot
         rows[2, at:stop] = span.start
-        rows[3, at:stop] = span.start + length
+        rows[3, at:stop] = rows[0, at:stop].max(initial=span.start - 1) + 1
         tokens[at:stop] = span.tokens
         if span.num_logits:
             wanted.append(np.arange(stop - span.num_logits, stop))
         at = stop
     rows[4] = np.arange(num_rows)
-    return rows, tokens, np.concatenate(wanted)
+    return Flat(rows, tokens, np.concatenate(wanted), branches)
 
 
 def _split_wanted(wanted: np.ndarray, split: Split) -> tuple[np.ndarray, list[np.ndarray]]:

@@ -98,8 +98,11 @@ def visible(run: Run, plan: AttentionPlan, begin: int, window: int = 0) -> torch
     """Which of the keys at ``begin`` .. ``run.limit`` - 1 the run's rows see, bool [t, L]; None for all.
 
     A row sees no position behind its own, or every one if the plan is bidirectional, and with ``window`` > 0 only the
-    latest ``window`` positions.
+    latest ``window`` positions; a node of a tree sees what was there before it and its own branch.
     """
+    if run.branches is not None:
+        before = run.branches.new_ones(run.branches.shape[0], run.first - begin)
+        return torch.cat((before, run.branches), dim=1)
     num_rows, last = run.queries.stop - run.queries.start, run.limit - 1
     if (plan.bidirectional or num_rows == 1) and (not window or last - begin < window):
         return None

@@ -10,7 +10,8 @@ Every row has an absolute position p. A key at position p of the row's request l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -63,7 +64,9 @@ class Run(NamedTuple):
 
     ``first``: the first position of the request in this step; ``limit``: one past the last position that any of these
     rows sees. ``queries`` and ``keys``: where the run's query rows, and the request's own key rows up to ``limit``, lie
-    in the step. ``is_prefix``: the rows are at 0, 1, .. ``limit`` - 1, so that a plain causal mask fits.
+    in the step. ``is_prefix``: the rows are at 0, 1, .. ``limit`` - 1, so that a plain causal mask fits. ``branches``:
+    for rows that do not follow one another, which of the ``limit`` - ``first`` rows kept from ``first`` on each of the
+    t query rows sees, bool [t, limit - first]; all see what was there before.
     """
 
     slot: int
@@ -72,6 +75,18 @@ class Run(NamedTuple):
     queries: slice
     keys: slice
     is_prefix: bool
+    branches: torch.Tensor | None = None
+
+
+class Branches(NamedTuple):
+    """Rows of one request that do not follow one another: a tree, of which a step has all nodes, or the latest.
+
+    ``row``: the first of its n key rows of the step. ``seen`` bool [n, m]: which of the m rows kept from the request's
+    start on each of them sees; they are the last n of the m.
+    """
+
+    row: int
+    seen: np.ndarray
 
 
 class RingRows(NamedTuple):
@@ -126,6 +141,13 @@ class AttentionPlan(NamedTuple):
     token_rows: torch.Tensor | None = None
     ring: RingRows | None = None
 
+    def narrowed(self, rows: torch.Tensor) -> AttentionPlan:
+        """The plan with the key rows ``rows`` int64 only, of which ``gather`` then makes rows; its queries stay."""
+        keys = Rows(*(field[rows] for field in self.keys))
+        host = self.host and self.host._replace(keys=self.host.keys[:, rows.cpu().numpy()])
+        at = None if self.token_rows is None else self.token_rows[rows]
+        return self._replace(keys=keys, host=host, gather=lambda x: self.gather(x)[rows], token_rows=at)
+
     def of_keys(self) -> AttentionPlan:
         """The plan whose queries are all its key rows, which every rank has; it has no runs."""
         host = self.host and self.host._replace(queries=self.host.keys)
@@ -161,11 +183,13 @@ def build_plan(
     bidirectional: bool = False,
     owned: np.ndarray | None = None,
     gather: Callable[[torch.Tensor], torch.Tensor] = whole,
+    branches: Mapping[int, Branches] = MappingProxyType({}),
 ) -> AttentionPlan:
     """The plan of the key rows ``rows`` int64 [5, K] (the fields of :class:`Rows` in order).
 
     The queries are the same rows, or those at the places ``owned`` [T] when context parallelism splits them; ``gather``
-    then brings rows together.
+    then brings rows together. ``branches``: by slot, the requests whose rows are nodes of a tree; those are kept one
+    behind the other from the request's start on, whatever their positions.
     """
     closing = {ratio: np.flatnonzero((rows[0] + 1) % ratio == 0) for ratio in ratios}
     queries = rows if owned is None else np.ascontiguousarray(rows[:, owned])
@@ -179,10 +203,22 @@ def build_plan(
     plan = AttentionPlan(own, keys, page_table, tensors, max_position, host, bidirectional, gather)
     if 1 not in ratios:
         return plan
+    places = keys.positions
+    if branches:
+        (places,) = to_device([kept_at(rows, branches)], device)
     return plan._replace(
-        runs=find_runs(queries, bidirectional),
-        token_rows=entry_rows(page_table, keys.slots, keys.positions, page_tokens(ratios)),
+        runs=find_runs(queries, bidirectional, branches, device),
+        token_rows=entry_rows(page_table, keys.slots, places, page_tokens(ratios)),
     )
+
+
+def kept_at(rows: np.ndarray, branches: Mapping[int, Branches]) -> np.ndarray:
+    """The place [K] of each key row among those of its request: its position, except in a tree."""
+    places = rows[0].copy()
+    for row, seen in branches.values():
+        num_rows, num_kept = seen.shape
+        places[row : row + num_rows] = rows[2, row] + np.arange(num_kept - num_rows, num_kept)
+    return places
 
 
 def page_tokens(ratios: Sequence[int]) -> int:
@@ -191,21 +227,31 @@ def page_tokens(ratios: Sequence[int]) -> int:
     return unit * -(-MIN_PAGE_TOKENS // unit)
 
 
-def find_runs(queries: np.ndarray, bidirectional: bool = False) -> tuple[Run, ...]:
-    """The runs of query rows int64 [5, T] (the fields of :class:`Rows` in order); rows of a request rise."""
+def find_runs(
+    queries: np.ndarray, bidirectional: bool, branches: Mapping[int, Branches], device: torch.device
+) -> tuple[Run, ...]:
+    """The runs of query rows int64 [5, T] (the fields of :class:`Rows` in order); rows of a request rise, or are nodes
+    of ``branches``."""
     positions, slots, starts, ends, rows = queries
     borders = np.flatnonzero((np.diff(slots) != 0) | (np.diff(starts) != 0)) + 1
     borders = [0, *borders.tolist(), len(slots)]
-    runs = []
+    runs: list[Run] = []
+    seen: list[np.ndarray] = []
     for begin, end in zip(borders, borders[1:]):
         if begin == end:
             continue
-        first, last = int(starts[begin]), int(positions[begin:end].max())
+        slot, first, last = int(slots[begin]), int(starts[begin]), int(positions[begin:end].max())
+        if slot in branches:
+            tree = branches[slot]
+            seen.append(tree.seen[rows[begin:end] - tree.row])
+            runs.append(Run(slot, first, first + tree.seen.shape[1], slice(begin, end), slice(0, 0), False))
+            continue
         limit = int(ends[begin]) if bidirectional else last + 1
         key = int(rows[begin] - positions[begin]) + first
         is_prefix = not bidirectional and int(positions[begin]) == 0 and end - begin == limit
-        runs.append(Run(int(slots[begin]), first, limit, slice(begin, end), slice(key, key + limit - first), is_prefix))
-    return tuple(runs)
+        runs.append(Run(slot, first, limit, slice(begin, end), slice(key, key + limit - first), is_prefix))
+    masks = iter(to_device(seen, device) if seen else ())
+    return tuple(run._replace(branches=next(masks)) if run.slot in branches else run for run in runs)
 
 
 class HostLayerCache(NamedTuple):

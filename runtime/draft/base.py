@@ -19,7 +19,9 @@ from ..balance.placement import PlacedExperts
 from ..cache import Cache
 from ..model_config import Config
 from ..models.base import Model, TapKind
+from ..spec.tree import DraftTree
 from ..step import Step
+from .growth import TreeShape
 
 
 class DraftRequests(NamedTuple):
@@ -46,18 +48,21 @@ class DraftNoise(NamedTuple):
 
 class DraftRoom(NamedTuple):
     """How much a draft must be able to hold: requests, tokens of one request, and rows that may be stored and taken
-    back before the rows of a window before them are read: those of two blocks. ``experts``: where its experts are."""
+    back before the rows of a window before them are read: those of two blocks. ``experts``: where its experts are.
+    ``tree``: what it proposes, if not one draft behind the other."""
 
     num_slots: int
     max_context: int
     max_verify: int
     experts: PlacedExperts | None = None
+    tree: TreeShape | None = None
 
 
 class DraftElsewhere(NamedTuple):
     """The draft as an earlier pipeline stage knows it: it lives on the last stage, and its blocks are this long."""
 
     gamma: int
+    tree: TreeShape | None = None
     caches: tuple[Cache, ...] = ()
     expert_layers: tuple[MoE, ...] = ()
 
@@ -70,7 +75,10 @@ class Drafter(Protocol):
     """
 
     gamma: int
-    """Tokens of a block; 0 for a draft that proposes nothing."""
+    """Tokens of a block, or of a tree's longest path; 0 for a draft that proposes nothing."""
+
+    tree: TreeShape | None
+    """The trees it proposes; None for a draft that proposes blocks."""
 
     caches: tuple[Cache, ...]
     """The rings by slot and position that hold all it knows of a request; restored where a prefix is reused."""
@@ -80,6 +88,9 @@ class Drafter(Protocol):
 
     resumes: ClassVar[bool]
     """Whether ``caches`` are all that a request needs which goes on behind a stored prefix."""
+
+    grows_trees: ClassVar[bool]
+    """Whether it can propose trees."""
 
     tap_kind: ClassVar[TapKind]
     """What it reads of the layers that :meth:`tap_layers` names."""
@@ -122,8 +133,11 @@ class Drafter(Protocol):
         """Take in the ``taps`` [T, ...] of a target ``step``; rejected rows do no harm. Collective."""
         ...
 
-    def propose(self, requests: DraftRequests, noise: DraftNoise | None) -> HostDraftBlock | None:
-        """Draft a block for each request. Collective; ``noise`` is None on ranks that do not decide, which get None."""
+    def propose(
+        self, requests: DraftRequests, noise: DraftNoise | None
+    ) -> HostDraftBlock | tuple[DraftTree, ...] | None:
+        """Draft a block for each request, or a tree, if that is its shape. Collective; ``noise`` is None on ranks that
+        do not decide, which get None."""
         ...
 
 
@@ -132,9 +146,10 @@ class PlainDraft:
     length up to ``longest``."""
 
     tap_kind: TapKind = "mean"
+    tree: TreeShape | None = None
     caches: tuple[Cache, ...] = ()
     expert_layers: tuple[MoE, ...] = ()
-    resumes = False
+    resumes = grows_trees = False
     longest: ClassVar[int]
     usual: ClassVar[int | None] = None
     """The block it proposes unless the user says; None for the longest."""

@@ -35,12 +35,12 @@ from ...parallel.groups import Groups
 from ..checkpoint.config_file import or_default
 from ..checkpoint.config_keys import ConfigKeys
 from ..model_config import MARKOV_HEAD_TYPES, within
-from ..models.base import Model, TapKind
+from ..models.base import Model
 from ..models.decoder import DecoderLayer, rope_of
 from ..models.decoder_config import DecoderConfig
 from ..models.decoder_spec import Parts, block_parts
 from ..step import Step
-from .base import DraftNoise, DraftRequests, DraftRoom
+from .base import DraftNoise, DraftRequests, DraftRoom, PlainDraft
 from .dflash2 import ConvolvedLayer, read_refinement, refinement_parts
 from .files import (
     DraftFiles,
@@ -139,13 +139,8 @@ class BlockConfig:
         return stored_draft(parts, {name: name for name in ("embed.weight", "head.weight")})
 
 
-class BlockDrafter:
+class BlockDrafter(PlainDraft):
     """See :class:`.base.Drafter`."""
-
-    tap_kind: TapKind = "mean"
-    caches = ()
-    expert_layers = ()
-    resumes = False
 
     def __init__(
         self,
@@ -194,11 +189,6 @@ class BlockDrafter:
         return BlockConfig.read(config).gamma
 
     @classmethod
-    def default_gamma(cls, config: Any) -> int:
-        """See :meth:`.base.Drafter.default_gamma`: the longest."""
-        return cls.max_gamma(config)
-
-    @classmethod
     def has_confidence(cls, config: Any) -> bool:
         """See :meth:`.base.Drafter.has_confidence`."""
         return BlockConfig.read(config).has_confidence
@@ -216,12 +206,11 @@ class BlockDrafter:
     ) -> BlockDrafter:
         """See :meth:`.base.Drafter.load`. Raises ``ValueError`` if a copy of the target's embedding or head differs."""
         own = BlockConfig.read(config)
-        if gamma is not None and not 1 <= gamma <= own.gamma:
-            raise ValueError(f"--gamma is {gamma}, but the draft was trained for blocks of 1 to {own.gamma} tokens")
+        length = cls.block_length(config, gamma)
         weight = target.head.weight
         source, reader = open_draft(config, own.stored(), weight.dtype, weight.device)
         check_copies(reader, source, target, ("embed.weight", "head.weight"))
-        return cls(own, source, target, groups, kernels, room, own.gamma if gamma is None else gamma)
+        return cls(own, source, target, groups, kernels, room, length)
 
     @torch.inference_mode()
     def observe(self, taps: torch.Tensor, step: Step) -> None:

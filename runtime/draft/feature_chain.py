@@ -6,7 +6,8 @@ anchor.
 
 A row at position p joins the feature of p with the token at p + 1 and predicts the token at p + 2. The first draft
 behind the anchor comes from the row at P - 1; the row at P reads the layer's own output in place of the feature and
-the first draft, and so on, one forward a draft.
+the first draft, and so on, one forward a draft. In a tree a row reads the output of its parent's row, and a forward has
+the rows of a whole frontier; those are kept one behind the other from P - 1 on.
 
 State: the layer's keys and values in pages, and the features of the latest positions in a ring. With one layer a row's
 key depends on its own input alone, so rows behind which nothing is drafted need no attention. A step's token at p
@@ -22,15 +23,17 @@ import numpy as np
 import torch
 
 from ...layers.attention.dense import CacheShape, store_tokens
-from ...layers.attention.plan import AttentionPlan, CacheRows, build_plan, entry_rows
+from ...layers.attention.plan import AttentionPlan, Branches, CacheRows, build_plan, entry_rows
 from ...layers.draft_heads_host import HostDraftBlock
 from ...layers.kernels import Kernels
 from ...parallel.groups import Groups
 from ..cache import Cache, CacheLayout
 from ..models.base import Model
+from ..spec.tree import DraftTree
 from ..step import Step
 from .base import DraftNoise, DraftRequests, DraftRoom, PlainDraft
 from .chain import Chain, rows_at
+from .growth import Frontier, TreeGrower
 from .pages import own_pages
 
 MAX_GAMMA = 16
@@ -40,7 +43,7 @@ MAX_GAMMA = 16
 class FeatureChain(PlainDraft, abc.ABC):
     """See :class:`.base.Drafter`; a draft adds how it joins, and its layer."""
 
-    longest = MAX_GAMMA
+    longest, grows_trees = MAX_GAMMA, True
 
     def __init__(
         self,
@@ -52,15 +55,17 @@ class FeatureChain(PlainDraft, abc.ABC):
         shape: CacheRows,
         feature_width: int,
     ) -> None:
-        self.gamma, self.target = gamma, target
+        self.gamma, self.tree, self.target = gamma, room.tree, target
         device, dtype = target.head.weight.device, target.head.weight.dtype
-        self.cache = own_pages((shape,), room.num_slots, room.max_context + MAX_GAMMA, device, dtype)
+        num_drafted = MAX_GAMMA if room.tree is None else room.tree.num_kept
+        self.cache = own_pages((shape,), room.num_slots, room.max_context + num_drafted, device, dtype)
         ring = CacheShape(window=1, ring_width=feature_width)
         self._features = Cache(
             CacheLayout((ring,), room.max_verify, dtype.itemsize), room.num_slots, 0, 0, device, dtype
         )
         self._store_ring = kernels.bind("store_rows")
         self._chain = Chain(gamma, groups.attn_block, device)
+        self._grower = None if room.tree is None else TreeGrower(room.tree, groups.attn_block, device)
 
     @abc.abstractmethod
     def features(self, taps: torch.Tensor) -> torch.Tensor:
@@ -100,17 +105,44 @@ class FeatureChain(PlainDraft, abc.ABC):
         self._store_ring(features, None, self._features.layers[0], plan)
 
     @torch.inference_mode()
-    def propose(self, requests: DraftRequests, noise: DraftNoise | None) -> HostDraftBlock | None:
+    def propose(
+        self, requests: DraftRequests, noise: DraftNoise | None
+    ) -> HostDraftBlock | tuple[DraftTree, ...] | None:
         """See :meth:`.base.Drafter.propose`."""
         slots, starts = np.array(requests.slots, np.int64), np.array(requests.starts, np.int64)
-        ring = self._features.layers[0].window
+        ring, table = self._features.layers[0].window, self.cache.page_table
         device = ring.device
         features = ring[torch.from_numpy(slots).to(device), torch.from_numpy((starts - 1) % ring.shape[1]).to(device)]
 
         def advance(k: int, tokens: torch.Tensor) -> torch.Tensor:
             nonlocal features
-            plan = build_plan(rows_at(slots, starts - 1 + k), self.cache.page_table, (1,))
+            plan = build_plan(rows_at(slots, starts - 1 + k), table, (1,))
             features, logits = self.forward(tokens, features, plan, requests.others)
             return logits
 
+        def advance_tree(frontier: Frontier | None) -> torch.Tensor:
+            nonlocal features
+            if frontier is None:
+                return advance(0, torch.tensor(requests.anchors, dtype=torch.int64, device=device))
+            num_requests, width = frontier.tokens.shape
+            before = np.arange(num_requests)[:, None] * (len(features) // max(num_requests, 1)) + frontier.parents
+            rows, branches = frontier_rows(slots, starts - 1, frontier)
+            counts = tuple(count * width for count in requests.others)
+            tokens, before = (torch.from_numpy(x.ravel()).to(device) for x in (frontier.tokens, before))
+            plan = build_plan(rows, table, (1,), branches=branches)
+            features, logits = self.forward(tokens, features[before], plan, counts)
+            return logits
+
+        if self._grower is not None:
+            return self._grower.grow(requests.anchors, noise is not None, advance_tree)
         return self._chain.draw(requests, noise, advance)
+
+
+def frontier_rows(slots: np.ndarray, starts: np.ndarray, frontier: Frontier) -> tuple[np.ndarray, dict[int, Branches]]:
+    """The fields of :class:`~dspark.layers.attention.plan.Rows` int64 [5, R k] of the rows of ``frontier``, of requests
+    whose trees are kept from ``starts`` [R] on, and what those rows see."""
+    num_requests, width = frontier.tokens.shape
+    positions = np.repeat(starts + frontier.level, width)
+    ends = positions + 1
+    rows = np.stack((positions, np.repeat(slots, width), np.repeat(starts, width), ends, np.arange(len(ends))))
+    return rows, {slot: Branches(r * width, frontier.seen[r]) for r, slot in enumerate(slots.tolist())}

@@ -2,7 +2,8 @@
 
 Shapes: R requests, γ drafts a block, T packed rows, V vocabulary. Row (r, k) predicts the token behind x_k, so what it
 sees as already written is the request's output up to and including the anchor x_0, and the drafts x_1..x_k before it:
-if the row's law is used at all, those drafts were kept. Verified against these rows the output law is that of stepwise
+if the row's law is used at all, those drafts were kept. In a tree they are the drafts on
+the way to its node. Verified against these rows the output law is that of stepwise
 decoding; one penalty vector for all rows of a block, as if the drafts were not written yet, would not be.
 """
 
@@ -57,14 +58,15 @@ def penalise(
 ) -> torch.Tensor:
     """New logits [T, V] in float32 or better: repetition, then frequency and presence, bias, minimum length.
 
-    ``drafts`` [R, γ] int64, any valid ids where not verified. Pure; each row depends on its own request only.
+    ``drafts`` [R, γ] int64 (all of a tree, node by node), any valid ids where not verified. Pure; each row depends on
+    its own request only.
     """
     work = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
-    request, offset = torch.from_numpy(np.stack([rows.request, rows.offset])).to(logits.device)
+    request, depth = torch.from_numpy(np.stack([rows.request, rows.depth])).to(logits.device)
     counts = written.output_counts[request]
-    if rows.gamma:
-        before = torch.arange(rows.gamma, device=logits.device) < offset[:, None]
-        counts = counts.scatter_add(1, drafts[request], before.to(counts.dtype))
+    if drafts.shape[1]:
+        written_here = torch.from_numpy(rows.written(drafts.shape[1])).to(logits.device)
+        counts = counts.scatter_add(1, drafts[request], written_here.to(counts.dtype))
     seen = written.in_prompt[request] | (counts > 0)
     repetition = params.repetition.to(work.dtype)[request, None]
     work = torch.where(seen, torch.where(work > 0, work / repetition, work * repetition), work)
@@ -73,7 +75,7 @@ def penalise(
     bias = work.new_zeros(rows.num_requests, work.shape[1])
     bias.index_put_((params.bias_request, params.bias_token), params.bias_value.to(work.dtype), accumulate=True)
     work += bias[request]
-    too_short = written.num_output[request] + offset < params.min_tokens[request]
+    too_short = written.num_output[request] + depth < params.min_tokens[request]
     ending = _ending_ids(params.stop_ids, work.shape[1])[request]
     return work.masked_fill_(ending & too_short[:, None], -torch.inf)
 

@@ -1,7 +1,8 @@
 """The rows of one verify step: ragged blocks of several requests, packed without gaps.
 
 Shapes: R requests, γ drafts a block, ℓ_r <= γ drafts of request r that are verified, T = Σ (1 + ℓ_r) rows.
-Row (r, k) holds x_k of request r (k = 0 is the anchor, the last emitted token) and its logits predict x_{k+1}.
+Row (r, k) holds x_k of request r (k = 0 is the anchor, the last emitted token) and its logits predict x_{k+1}. Where
+drafts are trees, row (r, k) holds node k and its logits predict the nodes that follow it; γ is the longest path.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...layers.attention.plan import to_device
+from .tree import DraftTree
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,8 @@ class PackedRows:
     """[R] drafts verified."""
     first: np.ndarray
     """[R] row of the anchor."""
+    trees: tuple[DraftTree, ...] | None = None
+    """[R] of which the rows are the nodes; ``None`` where drafts follow one another."""
 
     @classmethod
     def from_lens(cls, lens: Sequence[int] | np.ndarray, gamma: int) -> PackedRows:
@@ -39,6 +43,18 @@ class PackedRows:
             raise ValueError(f"verified lengths must lie in 0..{gamma}, got {min(values)}..{max(values)}")
         widths = lens + 1
         return cls(gamma, lens, widths.cumsum() - widths)
+
+    @classmethod
+    def from_trees(cls, trees: Sequence[DraftTree], gamma: int) -> PackedRows:
+        """Lay out the nodes of ``trees``, whose paths have up to ``gamma`` drafts."""
+        widths = np.array([len(tree.tokens) for tree in trees], dtype=np.int64)
+        return cls(gamma, widths - 1, widths.cumsum() - widths, tuple(trees))
+
+    def of(self, requests: Sequence[int]) -> PackedRows:
+        """The rows of these requests alone, packed anew."""
+        widths = self.lens[requests] + 1
+        trees = None if self.trees is None else tuple(self.trees[r] for r in requests)
+        return PackedRows(self.gamma, self.lens[requests], widths.cumsum() - widths, trees)
 
     @property
     def num_requests(self) -> int:
@@ -60,6 +76,20 @@ class PackedRows:
         """[T] the place k of each row in its block."""
         return np.arange(len(self.request)) - self.first[self.request]
 
+    @cached_property
+    def depth(self) -> np.ndarray:
+        """[T] how many drafts have been written at each row, its own included."""
+        return self.offset if self.trees is None else np.concatenate([tree.depths for tree in self.trees])
+
+    def written(self, width: int) -> np.ndarray:
+        """[T, width] bool: which of the request's drafts x_1..x_width those are."""
+        if self.trees is None:
+            return np.arange(width) < self.offset[:, None]
+        table = np.zeros((self.num_rows, width), bool)
+        for tree, first in zip(self.trees, self.first.tolist()):
+            table[first : first + len(tree.tokens), : tree.num_drafts] = tree.sees[:, 1:]
+        return table
+
     def pack(self, anchors: np.ndarray, drafts: np.ndarray) -> np.ndarray:
         """The target's input ids [T] from ``anchors`` [R] and ``drafts`` [R, γ]: x_0, x_1 .. x_ℓ of each request."""
         flat: list[int] = []
@@ -67,11 +97,15 @@ class PackedRows:
             flat += [anchor, *block[:length]]
         return np.array(flat, dtype=np.int64)
 
-    def emitted_rows(self, emitted: np.ndarray) -> np.ndarray:
-        """The rows [Σ emitted] that gave the emitted tokens, ``emitted`` [R] of each request, in order.
+    def emitted_rows(self, tokens: Sequence[Sequence[int]]) -> np.ndarray:
+        """The rows [Σ emitted] that gave the emitted ``tokens`` of each request, in order.
 
         The log-probability of an emitted token is the target's at this row, whether the token was a draft or drawn.
         """
+        if self.trees is not None:
+            paths = [np.array(tree.follow(block[:-1])) for tree, block in zip(self.trees, tokens)]
+            return np.concatenate([path + first for path, first in zip(paths, self.first)])
+        emitted = np.array([len(block) for block in tokens], dtype=np.int64)
         request = np.repeat(np.arange(len(emitted)), emitted)
         before = emitted.cumsum() - emitted
         return np.arange(len(request)) - before[request] + self.first[request]

@@ -13,7 +13,7 @@ class SpecStats:
     """Counters of one request, or of many added together."""
 
     def __init__(self, gamma: int) -> None:
-        """``gamma``: the most drafts a block can have."""
+        """``gamma``: the most drafts a block can have, one after the other."""
         self.gamma = gamma
         self.verify_ct = 0
         self.emitted = 0
@@ -23,16 +23,16 @@ class SpecStats:
         self.histogram = [0] * (gamma + 1)
         """Verify steps by the number of drafts kept."""
         self.judged = [0] * gamma
-        """Steps in which draft k was verified and all before it were kept."""
+        """Steps in which draft k (one of depth k, in a tree) was verified and all before it were kept."""
         self.kept = [0] * gamma
         """Steps in which draft k was kept."""
 
     def add_step(self, drafted: int, verified: int, accepted: int, emitted: int) -> None:
-        """Count one verify step, with the numbers that held after any cut.
+        """Count one verify step, with the numbers that held after any cut; of a tree all drafted and verified nodes.
 
         Behind a stop (``emitted <= accepted``) nothing was judged, so a cut block does not lower acceptance.
         """
-        assert 0 <= accepted <= verified <= drafted <= self.gamma and 1 <= emitted <= accepted + 1
+        assert 0 <= accepted <= verified <= drafted and accepted <= self.gamma and 1 <= emitted <= accepted + 1
         self.verify_ct += 1
         self.emitted += emitted
         self.drafted += drafted
@@ -40,7 +40,7 @@ class SpecStats:
         self.accepted += accepted
         self.histogram[accepted] += 1
         cut_short = emitted <= accepted
-        for k in range(accepted if cut_short else min(accepted + 1, verified)):
+        for k in range(accepted if cut_short else min(accepted + 1, verified, self.gamma)):
             self.judged[k] += 1
         for k in range(accepted):
             self.kept[k] += 1

@@ -17,6 +17,7 @@ from ..engine_config import (
     KV_FORMATS,
     LINEAR_FORMATS,
     REPLICA_SPLITS,
+    TREES,
     VERIFY_MODES,
     EngineConfig,
 )
@@ -191,7 +192,14 @@ def _add_speculation_flags(parser: argparse.ArgumentParser) -> None:
         help=f"auto (--draft-model's, else the checkpoint's own; the default), {', '.join(DRAFTERS)}",
     )
     group.add_argument("--draft-model", metavar="DIR", help="folder of a draft that is a checkpoint of its own")
-    group.add_argument("--gamma", type=int, metavar="N", help="drafted tokens a round (default: as trained)")
+    group.add_argument(
+        *("--gamma", "--tree-depth"),
+        dest="gamma",
+        type=int,
+        metavar="N",
+        help="drafted tokens a round, or levels of a tree (default: as trained)",
+    )
+    add_tree_flags(group)
     group.add_argument("--verify", choices=VERIFY_MODES, default=_DEFAULT.verify, help="how many drafts are verified")
     group.add_argument("--sps-table", metavar="FILE", help="measured steps per second, for --verify sync and async")
     group.add_argument("--sts", metavar="FILE", help="temperatures that calibrate the draft's confidences")
@@ -199,6 +207,24 @@ def _add_speculation_flags(parser: argparse.ArgumentParser) -> None:
         "--confidence-threshold", type=float, metavar="X", help="verify drafts before the first less confident (static)"
     )
     group.add_argument("--block-verify", action="store_true", help="judge a block jointly instead of token by token")
+
+
+def add_tree_flags(group: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add the size of draft trees."""
+    group.add_argument(
+        "--tree",
+        choices=TREES,
+        default=_DEFAULT.tree,
+        help="draft a tree: dynamic, by the draft's probabilities (EAGLE-2), or static, always of the same shape "
+        "(default none: one draft behind the other)",
+    )
+    add_tree_sizes(group)
+
+
+def add_tree_sizes(group: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add how many nodes draft trees have."""
+    group.add_argument("--tree-nodes", type=int, metavar="N", help="drafts of a tree (default 59)")
+    group.add_argument("--tree-topk", type=int, metavar="K", help="drafts that may follow each of them (default 10)")
 
 
 def _add_expert_flags(parser: argparse.ArgumentParser) -> None:

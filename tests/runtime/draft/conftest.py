@@ -17,7 +17,7 @@ from dspark.runtime.model_config import DSparkConfig, load_model_config
 from dspark.runtime.request import Request, SamplingParams
 from dspark.runtime.training.export import dspark_keys, write_bundled
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 SPECULATIVE = pathlib.Path(__file__).resolve().parents[2] / "data" / "speculative"
 BLOCK = 7
@@ -84,19 +84,28 @@ class Dense:
 
     def __init__(self, root):
         self.root = root
-        with safe_open(SPECULATIVE / "tiny_dspark_qwen3.safetensors", "pt") as file:
-            self.config = json.loads(file.metadata()["meta"])["target"] | {"dtype": "float32"}
-            names = [name for name in file.keys() if name.startswith("target.")]
-            tensors = {name.removeprefix("target."): file.get_tensor(name) for name in names}
-        self.target = self.write("target", self.config, tensors)
+        meta, self.tensors = self.stored("dspark", "target.")
+        self.config = meta["target"] | {"dtype": "float32"}
+        self.target = self.write("target", self.config, self.tensors)
+        normless = {
+            name: x for name, x in self.tensors.items() if not name.endswith(("q_norm.weight", "k_norm.weight"))
+        }
+        self.llama = self.write("llama", self.config | {"model_type": "llama", "layer_types": None}, normless)
         self.eagle = self.write("eagle", *eagle_draft(self.config))
+        meta, tensors = self.stored("eagle3", "draft.")
+        self.eagle3 = self.write("eagle3", meta["draft"] | {"dtype": "float32"}, tensors)
+        kept = torch.arange(0, 24, 3)
+        few = {"lm_head.weight": tensors["lm_head.weight"][kept], "d2t": kept - torch.arange(len(kept))}
+        few = meta["draft"] | {"dtype": "float32", "draft_vocab_size": len(kept)}, tensors | few
+        self.eagle3_few = self.write("eagle3_few", *few)
         self.prompts = [tuple(np.random.default_rng(3 + n).integers(0, 24, n).tolist()) for n in (11, 1, 30, 4, 17)]
 
     @staticmethod
-    def stored(name):
-        """What the reference data of a draft says of itself, and its tensors."""
+    def stored(name, part=""):
+        """What the reference data of a draft says of itself, and its tensors, those below ``part`` without that."""
         with safe_open(SPECULATIVE / f"tiny_{name}_qwen3.safetensors", "pt") as file:
-            return json.loads(file.metadata()["meta"]), {key: file.get_tensor(key) for key in file.keys()}
+            names = [key for key in file.keys() if key.startswith(part)]
+            return json.loads(file.metadata()["meta"]), {key.removeprefix(part): file.get_tensor(key) for key in names}
 
     def write(self, name, config, tensors):
         """A checkpoint folder."""
@@ -169,3 +178,46 @@ def speculative_data():
 def dense(tmp_path_factory):
     """See :class:`Dense`."""
     return Dense(tmp_path_factory.mktemp("dense"))
+
+
+def prediction_folder(folder, name, **more):
+    """A random DeepSeek of transformers with a prediction layer, near its last layer."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 24, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24, "v_head_dim": 8}
+    routing = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 2}
+    layers = {"first_k_dense_replace": 1, "num_hidden_layers": 2, "bos_token_id": 1, "eos_token_id": 2}
+    rope = {
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    config = getattr(transformers, f"{name}Config")(**sizes, **heads, **routing, **layers, **rope, **more)
+    config.dtype = torch.float32
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    for name, tensor in model.named_parameters():
+        if tensor.dim() > 1:
+            tensor.data.normal_(std=1.0 if "embed" in name else 1.5 * tensor.shape[-1] ** -0.5)
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.startswith("model.layers.1.")]:
+        tensors[name.replace("layers.1", "layers.2")] = tensors[name].clone()
+    tensors["model.layers.2.eh_proj.weight"] = torch.cat((torch.zeros(32, 32), torch.eye(32)), 1)
+    tensors["model.layers.2.eh_proj.weight"] += 0.1 * torch.randn(32, 64)
+    tensors |= {f"model.layers.2.{name}.weight": torch.ones(32) for name in ("enorm", "hnorm", "shared_head.norm")}
+    tensors["model.layers.2.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.layers.2.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def prediction_folders(tmp_path_factory):
+    """Targets with a prediction layer of their own, by kind; the sparse one's queries choose 6 tokens."""
+    root, sparse = tmp_path_factory.mktemp("prediction"), {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 6}
+    sparse["num_nextn_predict_layers"] = 1
+    return {
+        "mtp_v3": prediction_folder(root / "v3", "DeepseekV3"),
+        "mtp_v32": prediction_folder(root / "v32", "DeepseekV32", **sparse),
+    }

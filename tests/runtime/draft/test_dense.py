@@ -94,49 +94,6 @@ def other_model(folder, target):
     return folder
 
 
-def prediction_folder(folder, name, **more):
-    """A random DeepSeek of transformers with a prediction layer, near its last layer."""
-    transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 24, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24, "v_head_dim": 8}
-    routing = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 2}
-    layers = {"first_k_dense_replace": 1, "num_hidden_layers": 2, "bos_token_id": 1, "eos_token_id": 2}
-    rope = {
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 8,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-    }
-    config = getattr(transformers, f"{name}Config")(**sizes, **heads, **routing, **layers, **rope, **more)
-    config.dtype = torch.float32
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForCausalLM")(config)
-    for name, tensor in model.named_parameters():
-        if tensor.dim() > 1:
-            tensor.data.normal_(std=1.0 if "embed" in name else 1.5 * tensor.shape[-1] ** -0.5)
-    model.save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors")
-    for name in [name for name in tensors if name.startswith("model.layers.1.")]:
-        tensors[name.replace("layers.1", "layers.2")] = tensors[name].clone()
-    tensors["model.layers.2.eh_proj.weight"] = torch.cat((torch.zeros(32, 32), torch.eye(32)), 1)
-    tensors["model.layers.2.eh_proj.weight"] += 0.1 * torch.randn(32, 64)
-    tensors |= {f"model.layers.2.{name}.weight": torch.ones(32) for name in ("enorm", "hnorm", "shared_head.norm")}
-    tensors["model.layers.2.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-    tensors["model.layers.2.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
-    save_file(tensors, folder / "model.safetensors")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def prediction_folders(tmp_path_factory):
-    """Targets with a prediction layer of their own, by kind; the sparse one's queries choose 6 tokens."""
-    root, sparse = tmp_path_factory.mktemp("prediction"), {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 6}
-    sparse["num_nextn_predict_layers"] = 1
-    return {
-        "mtp_v3": prediction_folder(root / "v3", "DeepseekV3"),
-        "mtp_v32": prediction_folder(root / "v32", "DeepseekV32", **sparse),
-    }
-
-
 @pytest.fixture
 def pair(request, folders, prediction_folders):
     """``pair(kind)``: the folders of target and draft; None where the draft needs none of its own."""
@@ -292,7 +249,7 @@ def test_refusals(folders, pair):
         ({"draft": "dflash", "folder": folders["eagle3"]}, "of the format eagle3"),
         ({"draft": "ngram", "folder": folders["eagle3"]}, "reads no folder"),
         ({"draft": "mtp_v3"}, "needs a deepseek_v3 or deepseek_v32 model"),
-        ({"folder": folders["dflash"], "gamma": 6}, "--gamma is 6, but the draft was trained for blocks of 1 to 5"),
+        ({"folder": folders["dflash"], "gamma": 6}, "--gamma is 6, but the draft proposes blocks of 1 to 5"),
         ({"folder": folders["eagle3"], "prefix_cache": True}, "--prefix-cache"),
         ({"folder": folders["eagle3"], "confidence_threshold": 0.3}, "no confidence head"),
     ):

@@ -202,7 +202,7 @@ def test_packing_lays_the_anchor_before_its_drafts():
     assert rows.num_rows == 8
     assert rows.pack(np.array([10, 20, 30]), drafts).tolist() == [10, 1, 2, 20, 30, 7, 8, 9]
     assert rows.request.tolist() == [0, 0, 0, 1, 2, 2, 2, 2] and rows.offset.tolist() == [0, 1, 2, 0, 0, 1, 2, 3]
-    assert rows.emitted_rows(np.array([2, 1, 4])).tolist() == [0, 1, 3, 4, 5, 6, 7]
+    assert rows.emitted_rows([[7, 7], [7], [7] * 4]).tolist() == [0, 1, 3, 4, 5, 6, 7]
     with pytest.raises(ValueError, match=r"0\.\.3, got 0\.\.4"):
         PackedRows.from_lens([0, 4], 3)
     plan = BlockPlan(drafts, rows.lens)
