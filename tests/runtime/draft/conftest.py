@@ -90,7 +90,8 @@ class Dense:
         normless = {
             name: x for name, x in self.tensors.items() if not name.endswith(("q_norm.weight", "k_norm.weight"))
         }
-        self.llama = self.write("llama", self.config | {"model_type": "llama", "layer_types": None}, normless)
+        llama = {k: v for k, v in self.config.items() if k not in ("layer_types", "sliding_window")}
+        self.llama = self.write("llama", llama | {"model_type": "llama"}, normless)
         self.eagle = self.write("eagle", *eagle_draft(self.config))
         meta, tensors = self.stored("eagle3", "draft.")
         self.eagle3 = self.write("eagle3", meta["draft"] | {"dtype": "float32"}, tensors)

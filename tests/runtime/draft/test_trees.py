@@ -123,7 +123,7 @@ def p_value(dense, engine, law):
     return chi2.sf(sum((o - e) ** 2 / e for o, e in common if e), len(common) - 1)
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle dynamic", "eagle static", "eagle3_few dynamic", "latent dynamic"])
+@pytest.mark.parametrize("name", ["eagle", "eagle dynamic", "eagle static", "latent dynamic"])
 def test_sampled_law(dense, open_case, name):
     law = exact_law(open_case(name, plain=True), dense.prompts[0])
     engine = open_case(name, max_running=64, chunk_size=704)
