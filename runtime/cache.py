@@ -6,7 +6,8 @@ A ring of R rows keeps, for every position p, row ``p % R``. A step of up to ``m
 completely; the rows it overwrote are then older than anything that is read again, because R is the reach of a reader
 plus ``max_verify``. Compressed entries need no undo: how many a query sees follows from its position, and an entry is
 computed anew when its window closes again. Entries live in pages of ``page_tokens`` tokens; the same page number is
-used in every layer's pool, so one table serves all layers.
+used in every layer's pool, so one table serves all layers. Nodes of a draft tree lie behind a request's tokens; those
+that the target keeps are the only rows that ever move.
 """
 
 from __future__ import annotations

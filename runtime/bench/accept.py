@@ -2,12 +2,14 @@
 
 Examples:
   dspark bench accept
+  dspark bench accept --model TARGET --draft eagle=DIR,eagle=DIR@dynamic --tree-nodes 24 --tree-topk 4
   dspark bench accept --draft dspark,dflash=drafts/dflash,mtp=drafts/mtp --prompts math.jsonl code.jsonl
   dspark bench accept --draft dspark --gamma 4 --temperature 0.7 --json
 
 Every draft of a block is verified (--verify static), so acceptance does not depend on a schedule. A draft is NAME, for
 the checkpoint --model, or NAME=DIR: a checkpoint that holds the same target with a draft of its own, or the folder of a
-draft by itself, as --draft-model takes it. All propose blocks of one length. The first draft is compared with the
+draft by itself, as --draft-model takes it. NAME=DIR@dynamic or @static proposes trees, as --tree does. All propose
+blocks, or paths of trees, of one length. The first draft is compared with the
 others. Without speculation every step emits one token, which is the baseline of the accepted length. Greedy tokens must
 not depend on the draft: where they do, that is said and the exit status is 1.
 
@@ -33,6 +35,7 @@ from ..request import Request, SamplingParams
 from ..session import Session
 from ..spec.stats import SpecStats
 from ..spec.sts import CalibrationSamples, fit, report
+from ..verbs.engine_flags import add_tree_sizes
 from . import flags
 from .accept_drafts import common_gamma, draft_specs
 from .accept_picture import save_acceptance
@@ -82,12 +85,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft",
         default="auto",
-        metavar="NAME[=DIR],...",
-        help="drafts to measure, the one of interest first (default: the checkpoint's own)",
+        metavar="NAME[=DIR][@TREE],...",
+        help="drafts to measure, the one of interest first (default: the checkpoint's); @dynamic, @static: as trees",
     )
     parser.add_argument(
-        "--gamma", type=flags.at_least_one, metavar="N", help="drafts a block (default: what all reach)"
+        "--gamma", type=flags.at_least_one, metavar="N", help="drafts a block or path (default: what all reach)"
     )
+    add_tree_sizes(parser)
     parser.add_argument(
         "--prompts",
         nargs="+",
@@ -133,7 +137,9 @@ def run(args: argparse.Namespace) -> int:
     plain = plain_times(args)
     for spec in specs:
         options = {"draft": spec.name, "gamma": gamma, "max_running": args.max_running, "seed": args.seed}
-        options["draft_model"] = spec.draft_model
+        options |= {"draft_model": spec.draft_model, "tree": spec.tree}
+        if spec.tree != "none":
+            options |= {"tree_nodes": args.tree_nodes, "tree_topk": args.tree_topk}
         own = argparse.Namespace(**vars(args) | {"model": str(spec.folder)})
         with flags.open_alone(own, **options) as session:
             prompts = _prompts(args, session)
@@ -227,11 +233,11 @@ def decode(session: Session, requests: Sequence[Request]) -> Measured:
     """Run ``requests`` together and keep the books of their blocks."""
     engine = session.engine
     gamma = engine.drafter.gamma
-    stats, parts = SpecStats(gamma), []
+    stats, parts, is_tree = SpecStats(gamma), [], engine.drafter.tree is not None
 
     def record(logits: np.ndarray | None, lens: np.ndarray, accepted: np.ndarray, emitted: np.ndarray) -> None:
         for length, kept, count in zip(lens.tolist(), accepted.tolist(), emitted.tolist()):
-            stats.add_step(gamma if length else 0, length, min(kept, count), count)
+            stats.add_step(gamma if length and not is_tree else length, length, min(kept, count), count)
         if logits is not None:
             whole = lens == gamma
             parts.append(CalibrationSamples.from_blocks(logits[whole], accepted[whole], emitted[whole]))

@@ -8,18 +8,20 @@ from typing import NamedTuple
 
 from ..draft import draft_config, drafter_class, own_draft
 from ..draft.files import DraftFiles
+from ..engine_config import TREES
 from ..model_config import Config, load_model_config
 
 
 class DraftSpec(NamedTuple):
     """A draft to measure: ``label`` in results, checkpoint ``folder``, and ``name`` in the table of drafts;
-    ``draft_model``: the draft's own folder."""
+    ``draft_model``: the draft's own folder; ``tree``: the kind of tree it proposes, "none" for blocks."""
 
     label: str
     folder: pathlib.Path
     name: str
     config: Config
     draft_model: str | None = None
+    tree: str = "none"
 
     @property
     def settings(self) -> Config | DraftFiles:
@@ -34,10 +36,12 @@ def draft_specs(text: str, folder: pathlib.Path, config: Config) -> list[DraftSp
     """
     specs: list[DraftSpec] = []
     for part in text.split(","):
+        part, tree = tree_of(part.strip())
+        mark = "" if tree == "none" else f"@{tree}"
         label, _, other = (x.strip() for x in part.partition("="))
         if other and is_draft_folder(config, other):
             name = own_draft(config, other)
-            specs.append(DraftSpec(_new_label(label, specs), folder, name, config, other))
+            specs.append(DraftSpec(_new_label(label + mark, specs), folder, name, config, other, tree))
             drafter_class(name).tap_layers(specs[-1].settings)
             continue
         own_folder, own_config = (pathlib.Path(other), load_model_config(other)) if other else (folder, config)
@@ -45,11 +49,17 @@ def draft_specs(text: str, folder: pathlib.Path, config: Config) -> list[DraftSp
         if name == "none":
             raise ValueError(f"{own_folder} has no draft; name a checkpoint that has one, as in --draft mtp=DIR")
         drafter_class(name).tap_layers(draft_config(name, own_config, None))
-        label = _new_label(name if label == "auto" else label, specs)
+        label = _new_label((name if label == "auto" else label) + mark, specs)
         if other and target_only(own_config) != target_only(config):
             raise ValueError(f"--draft {part}: the target of {own_folder} is not that of {folder}")
-        specs.append(DraftSpec(label, own_folder, name, own_config))
+        specs.append(DraftSpec(label, own_folder, name, own_config, None, tree))
     return specs
+
+
+def tree_of(part: str) -> tuple[str, str]:
+    """A draft's NAME=DIR and the kind of tree that an ending such as ``@dynamic`` asks for."""
+    rest, _, kind = part.rpartition("@")
+    return (rest, kind) if kind in TREES else (part, "none")
 
 
 def _new_label(label: str, specs: Sequence[DraftSpec]) -> str:

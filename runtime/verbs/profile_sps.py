@@ -61,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
         gamma = session.engine.drafter.gamma
         if gamma == 0:
             raise ValueError("there is no draft whose verification could be measured; use a checkpoint that has one")
+        if session.engine.drafter.tree is not None:
+            raise ValueError(f"--tree {session.config.tree} is verified whole and needs no table; leave it out")
         longest = PROMPT_TOKENS + num_tokens(gamma, args.steps)
         if longest > session.max_context:
             raise ValueError(

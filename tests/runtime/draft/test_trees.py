@@ -1,10 +1,13 @@
 """The contract of every draft, kept by those that grow trees: the target's own tokens when greedy, its exact law when
 sampled, whatever the shape of the trees, the kind of attention and the layout."""
 
+import json
+
 import numpy as np
 import pytest
 from dspark.parallel.groups import Groups
 from dspark.parallel.topology import Topology
+from dspark.runtime.cli import main
 from dspark.runtime.draft.growth import TreeShape
 from dspark.runtime.draft.none import NoDraft
 from dspark.runtime.request import Request, SamplingParams
@@ -237,11 +240,19 @@ def test_rejected_branches_leave_nothing(dense):
 
 
 def test_memory_runs_out(dense):
-    """Pages that trees need are counted: requests are retracted and go on, and the tokens stay the same."""
-    expected, _ = dense.run(dense.load(), num_new=200)
-    options = DYNAMIC | {"cache_pages": 2, "admission": "optimistic", "max_context": 240}
-    got, _ = dense.run(dense.load(dense.eagle, **options), num_new=200)
-    assert got == expected
+    """Pages that trees need are counted: requests lose their memory and go on, and the tokens stay the same."""
+    prompts = [tuple(np.random.default_rng(n).integers(0, 24, 238 + n).tolist()) for n in range(3)]
+    results = []
+    for folder, options in ((None, {}), (dense.eagle, DYNAMIC | {"cache_pages": 3, "admission": "0"})):
+        engine = dense.load(folder, max_context=300, chunk_size=256, **options)
+        for i, ids in enumerate(prompts):
+            engine.add(Request(str(i), ids, SamplingParams(max_new_tokens=16, ignore_eos=True)))
+        tokens = {}
+        while engine.has_work():
+            for event in engine.step():
+                tokens.setdefault(event.request_id, []).extend(event.token_ids)
+        results.append(tokens)
+    assert engine.counts.retracted > 0 and results[0] == results[1]
 
 
 def test_refusals(dense):
@@ -264,3 +275,34 @@ def test_refusals(dense):
     target = dense.write("sliding", dense.config | sliding, dense.tensors)
     with pytest.raises(ValueError, match="--tree dynamic is for layers of the kinds .* the model has sliding gqa"):
         dense.load(dense.eagle, target=target, **tree)
+
+
+def test_bench_accept_compares_chains_and_trees(dense, tmp_path, capsys):
+    """From the command line: one run, the same tokens, and every kept draft on a path."""
+    prompts = tmp_path / "some.jsonl"
+    prompts.write_text("".join(json.dumps({"token_ids": list(ids)}) + "\n" for ids in dense.prompts))
+    drafts = ",".join(f"eagle={dense.eagle}{kind}" for kind in ("", "@dynamic", "@static")) + ",ngram"
+    flags = ["--gamma", "4", "--tree-nodes", "12", "--tree-topk", "3", "--temperature", "0", "--max-new-tokens", "16"]
+    options = ["--model", str(dense.target), "--draft", drafts, "--prompts", str(prompts), "--json", *flags]
+    assert main(["bench", "accept", *options]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert list(result["drafts"]) == ["eagle", "eagle@dynamic", "eagle@static", "ngram"] and result["greedy_ids_equal"]
+    for label in ("eagle@dynamic", "eagle@static"):
+        found = result["drafts"][label]["some@0"]
+        assert found["verified"] == found["drafted"] > 4 * found["verify_ct"] and len(found["accept_histogram"]) == 5
+        assert found["accepted"] == sum(n * count for n, count in enumerate(found["accept_histogram"])) > 0
+    assert main(["bench", "accept", "--model", str(dense.target), "--draft", "ngram@dynamic"]) == 2
+
+
+def test_generate_from_the_command_line(dense, tmp_path):
+    source, plain, drafted = (tmp_path / f"{name}.jsonl" for name in ("in", "plain", "drafted"))
+    source.write_text("".join(json.dumps({"token_ids": list(ids)}) + "\n" for ids in dense.prompts))
+    base = ["generate", "--model", str(dense.target), "--input", str(source), "--max-new-tokens", "12"]
+    base += ["--ignore-eos", "--temperature", "0"]
+    tree = ["--draft-model", str(dense.eagle), "--tree", "dynamic", "--tree-depth", "3", "--tree-nodes", "9"]
+    assert main([*base, "--output", str(plain)]) == 0
+    assert main([*base, "--output", str(drafted), *tree, "--tree-topk", "3"]) == 0
+    results = [[json.loads(line) for line in path.read_text().splitlines()] for path in (plain, drafted)]
+    ids = [{one["id"]: one["token_ids"] for one in result} for result in results]
+    assert ids[0] == ids[1] and len(ids[0]) == 5
+    assert all(len(one["spec"]["accept_histogram"]) == 4 for one in results[1])
