@@ -56,8 +56,8 @@ class Drafted(NamedTuple):
     """The drafts of a step: ``drafts`` [R, γ], ``lens`` [R] how many are verified, ``probs`` [R, γ, V] float64 the laws
     they were drawn from (a tensor where that was on a device), or None where all are greedy; ``confidence`` [R, γ] raw
     logits, on the rank that drew; ``proposed`` [R]: drafts that were of use to the request, there too.
-    ``trees`` [R]: how the drafts hang together if they do not follow one another; ``drafts`` are then those of each tree,
-    node by node."""
+    ``trees`` [R]: how the drafts hang together if they do not follow one another; ``drafts`` are then those of each
+    tree, node by node."""
 
     drafts: np.ndarray
     lens: np.ndarray

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..sampling import draw
+from ...layers.kernels.rejection import draw
 from .rows import PackedRows
 from .tree import DraftTree
 from .verdict import Verdict, make_verdict

@@ -47,6 +47,7 @@ FEATURES = [
     ({"draft": "ngram", "prefix_cache": True}, (), "--prefix-cache stores nothing of the draft ngram"),
     ({"draft": "mtp_v3", "prefix_cache": True}, (), "--prefix-cache stores nothing|needs a deepseek_v3"),
     ({"draft": "mtp_v3"}, ("deepseek_v3", "deepseek_v32"), "the draft mtp_v3 needs a deepseek_v3 or deepseek_v32"),
+    ({"draft": "mtp_v3", "tree": "dynamic"}, ("deepseek_v3",), "--tree dynamic is for layers|needs a deepseek_v3"),
     ({"cp_keys": "ring"}, RING, "--cp-keys ring is for layers"),
     ({"dispatcher": "normal"}, ("deepseek_v4", "deepseek_v3", "deepseek_v32"), "--dispatcher normal is about experts"),
     ({"expert_format": "fp8"}, ("deepseek_v4", "deepseek_v3", "deepseek_v32"), "--expert-format fp8 is about experts"),
