@@ -235,23 +235,21 @@ def find_runs(
     positions, slots, starts, ends, rows = queries
     borders = np.flatnonzero((np.diff(slots) != 0) | (np.diff(starts) != 0)) + 1
     borders = [0, *borders.tolist(), len(slots)]
-    runs: list[Run] = []
-    seen: list[np.ndarray] = []
+    runs = []
     for begin, end in zip(borders, borders[1:]):
         if begin == end:
             continue
         slot, first, last = int(slots[begin]), int(starts[begin]), int(positions[begin:end].max())
         if slot in branches:
             tree = branches[slot]
-            seen.append(tree.seen[rows[begin:end] - tree.row])
-            runs.append(Run(slot, first, first + tree.seen.shape[1], slice(begin, end), slice(0, 0), False))
+            seen = torch.from_numpy(tree.seen[rows[begin:end] - tree.row]).to(device)
+            runs.append(Run(slot, first, first + seen.shape[1], slice(begin, end), slice(0, 0), False, seen))
             continue
         limit = int(ends[begin]) if bidirectional else last + 1
         key = int(rows[begin] - positions[begin]) + first
         is_prefix = not bidirectional and int(positions[begin]) == 0 and end - begin == limit
         runs.append(Run(slot, first, limit, slice(begin, end), slice(key, key + limit - first), is_prefix))
-    masks = iter(to_device(seen, device) if seen else ())
-    return tuple(run._replace(branches=next(masks)) if run.slot in branches else run for run in runs)
+    return tuple(runs)
 
 
 class HostLayerCache(NamedTuple):
