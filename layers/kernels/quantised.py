@@ -82,7 +82,8 @@ def pack_fp4(weight: torch.Tensor) -> PackedWeight:
     scaled = (groups / scales.unsqueeze(-2)).flatten(-3, -2)
     known = torch.tensor(FP4_VALUES, device=weight.device)
     between = (known[1:] + known[:-1]) / 2
-    above, at_least = torch.bucketize(scaled.abs(), between), torch.bucketize(scaled.abs(), between, right=True)
+    sizes = scaled.abs().contiguous()
+    above, at_least = torch.bucketize(sizes, between), torch.bucketize(sizes, between, right=True)
     codes = torch.where(above % 2 == 0, above, at_least) + 8 * (scaled < 0)
     pairs = codes.to(torch.uint8).unflatten(-2, (-1, 2))
     values = pairs[..., 0, :] | pairs[..., 1, :] << 4
