@@ -31,21 +31,9 @@ def detect(environ: Mapping[str, str] | None = None) -> LaunchInfo:
 
     torchrun's variables win over those of a Slurm or MPI job around it, mpirun's over those of the Slurm job it was
     started in. Raises :class:`LaunchError`, a ``ValueError`` naming the variable that is missing, malformed, or
-    contradicts another.
+    contradicts another; see :func:`report`.
     """
     return launch_info(os.environ if environ is None else environ)
-
-
-def detect_for_all(limits: Limits) -> LaunchInfo:
-    """As :func:`detect` of this process; but before it raises, it tells the other ranks, which are in :func:`init`, if
-    it can find them within seconds."""
-    try:
-        return detect()
-    except LaunchError as error:
-        if error.known is not None:
-            with contextlib.suppress(ValueError, TimeoutError):
-                _meet(error.known, "none", {}, error, limits, None)
-        raise
 
 
 @dataclass(frozen=True)
@@ -175,6 +163,13 @@ def init(
         raise
     info = replace(info, local_size=nodes.count(nodes[info.rank]))
     return Process(info, chosen, nodes, present, store, journal, monitor)
+
+
+def report(error: LaunchError) -> None:
+    """Tell the other ranks, in their :func:`init`, why this one cannot take part, if it can find them in seconds."""
+    if error.known is not None:
+        with contextlib.suppress(ValueError, TimeoutError):
+            _meet(error.known, "none", {}, error, Limits(), None)
 
 
 def _meet(

@@ -27,6 +27,8 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
 
+from ..parallel.environment import LaunchError
+from ..parallel.launch import report
 from ..parallel.monitor import JobEnded
 from ..parallel.roll_call import AgreedError
 from .results_file import OutputFailed
@@ -105,7 +107,12 @@ def _terminable() -> Iterator[None]:
 
 def _main(rank: int, argv: list[str]) -> int:
     try:
-        return _dispatch(argv)
+        try:
+            return _dispatch(argv)
+        except LaunchError as error:
+            _say_mistake(rank, error)
+            report(error)  # this may take seconds
+            return EXIT_USAGE
     except JobEnded as ended:  # its guard has said why
         return ended.verdict.status
     except Terminated:
@@ -125,11 +132,7 @@ def _main(rank: int, argv: list[str]) -> int:
         print(f"dspark: error: rank {rank}: {error}", file=sys.stderr, flush=True)
         return EXIT_USAGE
     except (ValueError, OSError) as error:
-        text = " ".join(str(error).split())
-        if rank == 0:
-            print(f"dspark: error: {text}", file=sys.stderr, flush=True)
-        elif not isinstance(error, AgreedError):  # rank 0 may not know of it
-            print(f"dspark: error: rank {rank} on {socket.gethostname()}: {text}", file=sys.stderr, flush=True)
+        _say_mistake(rank, error)
         return EXIT_USAGE
     except Exception:
         logging.getLogger(__package__).exception("failed while running")
@@ -190,6 +193,14 @@ def logging_to_stderr(rank: int) -> Iterator[None]:
         logger.removeHandler(handler)
         logger.setLevel(level)
         logger.propagate = propagate
+
+
+def _say_mistake(rank: int, error: Exception) -> None:
+    text = " ".join(str(error).split())
+    if rank == 0:
+        print(f"dspark: error: {text}", file=sys.stderr, flush=True)
+    elif not isinstance(error, AgreedError):  # rank 0 may not know of it
+        print(f"dspark: error: rank {rank} on {socket.gethostname()}: {text}", file=sys.stderr, flush=True)
 
 
 def _say(rank: int, line: str) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ..parallel.groups import Group, Groups
-from ..parallel.launch import Limits, Process, detect_for_all, init
+from ..parallel.launch import Limits, Process, detect, init
 from ..parallel.topology import Topology
 from .checkpoint import bundled_model, inspect_checkpoint
 from .checkpoint.placement import check_layout
@@ -52,7 +52,7 @@ class Job:
         Raises ``ValueError`` for options, layouts and checkpoints that cannot be used or differ between ranks: the same
         on every rank, and before any process group is made.
         """
-        info = detect_for_all(limits)
+        info = detect()
         plan = _Plan(config, make_topology, info.world)
         process = init(info, config.device, limits, plan.describe)
         try:

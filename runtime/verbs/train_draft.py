@@ -17,7 +17,7 @@ import json
 import pathlib
 
 from ...parallel.groups import Groups
-from ...parallel.launch import Limits, detect_for_all, init
+from ...parallel.launch import Limits, detect, init
 from ...parallel.topology import Topology
 from ..checkpoint import bundled_model
 from ..engine_config import DEVICES
@@ -103,8 +103,7 @@ def _add_training_flags(parser: argparse.ArgumentParser, number: dict, share: di
 def run(args: argparse.Namespace) -> int:
     """Train; collective over all ranks that were started."""
     options = options_from(args)
-    limits = Limits(timeout=RANK_TIMEOUT)
-    with init(detect_for_all(limits), args.device, limits) as process:
+    with init(detect(), args.device, Limits(timeout=RANK_TIMEOUT)) as process:
         topology = Topology.make(process.world, nodes=process.nodes)
         group = Groups.build(topology, process.rank, journal=process.journal).world
         is_first = process.rank == 0
