@@ -129,8 +129,8 @@ class QKVParallelLinear(MergedLinear):
         widths = (head_dim, head_dim, head_dim if v_head_dim is None else v_head_dim)
         starts = (group.rank * self.num_heads, first, first)
         counts = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
-        parts = [Part(n, s * w, (s + c) * w) for n, s, c, w in zip(names, starts, counts, widths)]
-        super().__init__(source, parts, kernels)
+        self.parts = [Part(n, s * w, (s + c) * w) for n, s, c, w in zip(names, starts, counts, widths)]
+        super().__init__(source, self.parts, kernels)
 
 
 class RowParallelLinear:

@@ -15,6 +15,7 @@ import torch
 from ...comm.collectives import Pending
 from ...parallel.groups import Group
 from ..kernels import Kernels
+from ..linear import MergedLinear
 from ..params import Scope
 from ..probe import Probe
 from ..rope import RopeTable, rotate_halves
@@ -41,8 +42,7 @@ class InjectedAttention(GQAttention):
         self, source: Scope, sizes: InjectedSizes, rope: RopeTable, group: Group, kernels: Kernels, layer: int
     ) -> None:
         super().__init__(source, sizes, rope, group, kernels, layer)
-        columns = self._qkv.sizes[0]
-        self._kv = kernels.bind("linear", weight=self._qkv.weight[:, columns:].contiguous())
+        self._kv = MergedLinear(source, self._qkv.parts[1:], kernels)
 
     def inject(self, context: torch.Tensor, cache: LayerCache, plan: AttentionPlan) -> None:
         """Keep the keys and values of ``context`` [K, D], the plan's key rows."""
