@@ -237,7 +237,8 @@ def experiment(launcher: str, fault: str, expected: dict[str, list[int]], resume
                 FAULTS[fault](job, pids)
             begun = time.monotonic()
             until(lambda: not any(map(is_running, pids)), "the end of the ranks")
-            ranks, num_before = time.monotonic() - begun, _num_lines(out)
+            ranks = time.monotonic() - begun
+            num_before = _num_lines(out) if fault in RUNS_AGAIN else 0  # /dev/full has no end to read to
             until(lambda: job.status() is not None, "the end")
             seconds, status, text = time.monotonic() - begun, job.status(), job.text()
         left = subprocess.run(["pgrep", "-f", str(out)], capture_output=True, text=True).stdout.split()

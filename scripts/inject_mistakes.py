@@ -75,9 +75,9 @@ MISTAKES = {
     "contradicting variable, of all": Mistake(True, CONTRADICTS),
     "contradicting variable, of rank 1": Mistake(False, CONTRADICTS, waits=(BY_HAND, MPIRUN)),
     "another checkpoint, of rank 1": Mistake(options=("--model", "MODEL")),
-    "an option that is none, of rank 1": Mistake(options=("--no-such-option",), waits=(BY_HAND, MPIRUN)),
+    "an option that is none, of rank 1": Mistake(options=("--no-such-option",), waits=(BY_HAND, TORCHRUN, MPIRUN)),
     "head without an address, of rank 1": Mistake(
-        False, {name: {"MASTER_ADDR": "no-such-host.invalid"} for name in FIND_A_HEAD}, waits=(BY_HAND,)
+        False, {name: {"MASTER_ADDR": "no-such-host.invalid"} for name in FIND_A_HEAD}, waits=(BY_HAND, TORCHRUN)
     ),
     "nobody at the head's port, of rank 1": Mistake(
         False, {name: {"MASTER_PORT": "1"} for name in FIND_A_HEAD}, waits=FIND_A_HEAD
