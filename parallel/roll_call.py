@@ -55,6 +55,8 @@ def roll_call(
     text = json.dumps(statement | {"fields": dict(fields)})
     assert len(text) <= MAX_BYTES, len(text)
     store.set(f"here/{rank}", text)
+    if error is not None:
+        store.set("mistake", f"rank {rank} on {statement['host']}: {error}")
     if store.add("arrived", 1) == world or error is not None:
         store.set("everyone", "1")
     if rank == 0:
@@ -114,6 +116,11 @@ def _judge(store: dist.Store, world: int, limit: datetime.timedelta) -> dict[str
         # Of rank 0 it needs no name: a mistake in the command line is one of all ranks.
         where = "" if wrong[0] == 0 else f"rank {wrong[0]} on {first['host']}: "
         return {"there": world, "error": where + first["error"]}
+    absent = [rank for rank in range(world) if rank not in said]
+    if absent:  # a process has a wrong idea of its rank, and may or may not know it
+        twice = f"{world} processes came, but none is rank {absent[0]}: two of them have the same rank"
+        known = store.check(["mistake"])
+        return {"there": len(said), "error": store.get("mistake").decode() if known else twice}
     difference = _difference(list(said.values()))
     if difference is not None:
         return {"there": world, "error": difference}

@@ -46,6 +46,20 @@ def test_an_error_of_one_rank_is_everybodys_and_waits_for_nobody(run_ranks):
     assert all(text.startswith("rank 1 on ") and text.endswith(": no such folder: /data/model") for _, text in results)
 
 
+def misled(rank, world):
+    """What both are told when rank 1 believes to be rank 7 of 8, and knows that this is wrong."""
+    store = dist.PrefixStore("call", dist.distributed_c10d._get_default_store())
+    own = (rank, world, "cpu", {}, None) if rank == 0 else (7, 8, "cpu", {}, "RANK=7")
+    with pytest.raises(AgreedError) as problem:
+        roll_call(store, *own, LIMIT)
+    return str(problem.value)
+
+
+def test_a_process_with_a_wrong_idea_of_its_rank(run_ranks):
+    for text in run_ranks(misled, 2):
+        assert text.startswith("rank 7 on ") and text.endswith(": RANK=7")
+
+
 @pytest.mark.parametrize("absent", [(2,), (0,)])
 def test_who_is_missing(run_ranks, absent):
     limit = datetime.timedelta(seconds=1)
