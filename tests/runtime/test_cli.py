@@ -65,7 +65,7 @@ def test_a_rank_that_waits_for_the_others_can_be_stopped(number):
     hand = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     command = [sys.executable, "-m", "dspark.runtime", "generate", *PROMPT, "--pp", "2"]
     rank = subprocess.Popen(command, env={**CLEAN, **hand}, stderr=subprocess.PIPE, text=True)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=datetime.timedelta(seconds=100))
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=datetime.timedelta(seconds=200))
     dist.PrefixStore("dspark//attempt0", store).wait(["here/0"])
     rank.send_signal(number)
     error = rank.communicate(timeout=60)[1]
