@@ -99,6 +99,7 @@ def test_ranks_that_share_heads_pad_alike(run_ranks):
         ({}, {"tp": 2, "cp": 2}, "rows of their own"),
         ({}, {"pp": 2}, "rows of their own"),
         ({"overlap": "tbo"}, {"tp": 2}, "--overlap tbo"),
+        ({"replica_split": "weighted", "num_redundant_experts": 2}, {"tp": 2, "ep": 2}, "--replica-split weighted"),
     ],
 )
 def test_what_no_graph_can_hold(options, sizes, why):
