@@ -54,7 +54,7 @@ def plan_load(config: EngineConfig, model_config: Config, topology: Topology, de
     if config.prefix_cache and not draft.resumes:
         raise ValueError(f"--prefix-cache stores nothing of the draft {config.draft}; take another draft")
     taps = draft.tap_layers(settings)  # refuses what the draft is not for
-    max_verify = 1 + (config.gamma or draft.default_gamma(settings))
+    max_verify = 1 + draft.block_length(settings, config.gamma)
     if max_verify > 1 and not draft.has_confidence(settings):
         check_untrimmed(config)
     tree = tree_shape(config, model_config, draft, max_verify - 1)
@@ -130,7 +130,10 @@ def check_no_experts(config: EngineConfig, model_type: str) -> None:
 
 
 def check_untrimmed(config: EngineConfig) -> None:
-    """Raise ``ValueError`` if ``config`` trims verification by confidences; for drafts that have none."""
+    """Raise ``ValueError`` if ``config`` calibrates confidences or trims verification by them; for drafts that have
+    none."""
+    if config.sts is not None:
+        raise ValueError(f"--sts {config.sts} calibrates confidences, but the draft has no confidence head; leave it out")
     by_table = config.verify != "static" and config.sps_table is not None
     if by_table or config.confidence_threshold is not None:
         option = f"--verify {config.verify}" if by_table else "--confidence-threshold"

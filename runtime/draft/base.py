@@ -111,6 +111,11 @@ class Drafter(Protocol):
         ...
 
     @classmethod
+    def block_length(cls, config: Config, gamma: int | None) -> int:
+        """``gamma``, or the usual block; ``ValueError`` naming both numbers if the draft proposes no such block."""
+        ...
+
+    @classmethod
     def has_confidence(cls, config: Config) -> bool:
         """Whether its blocks come with confidences, which verification may be trimmed by."""
         ...
@@ -176,7 +181,7 @@ class PlainDraft:
 
     @classmethod
     def block_length(cls, config: Any, gamma: int | None) -> int:
-        """``gamma``, or the usual block; ``ValueError`` naming both numbers if the draft proposes no such block."""
+        """See :meth:`Drafter.block_length`."""
         most = cls.max_gamma(config)
         if gamma is not None and not 1 <= gamma <= most:
             raise ValueError(f"--gamma is {gamma}, but the draft proposes blocks of 1 to {most} tokens")

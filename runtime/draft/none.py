@@ -21,6 +21,13 @@ class NoDraft(PlainDraft):
     resumes = True
 
     @classmethod
+    def block_length(cls, config: Config, gamma: int | None) -> int:
+        """0; ``ValueError`` when more is asked for."""
+        if gamma:
+            raise ValueError(f"--gamma is {gamma}, but there is no draft; choose a draft or leave --gamma out")
+        return 0
+
+    @classmethod
     def load(
         cls,
         config: Config,
@@ -31,9 +38,7 @@ class NoDraft(PlainDraft):
         room: DraftRoom,
         gamma: int | None,
     ) -> NoDraft:
-        """Raises ``ValueError`` when blocks of more than nothing are asked for."""
-        if gamma:
-            raise ValueError(f"--gamma is {gamma}, but there is no draft; choose a draft or leave --gamma out")
+        """See :meth:`.base.Drafter.load`."""
         return cls()
 
     def observe(self, taps: torch.Tensor, step: Step) -> None:

@@ -212,3 +212,5 @@ def test_refusals(made_up_draft):
         load(made_up_draft("mtp"), draft="dspark")
     with pytest.raises(ValueError, match="--confidence-threshold needs confidences"):
         load(made_up_draft("mtp"), confidence_threshold=0.5)
+    with pytest.raises(ValueError, match="--sts sts.json calibrates confidences"):
+        load(made_up_draft("mtp"), sts="sts.json")
