@@ -35,7 +35,6 @@ class SamplingRows(NamedTuple):
     """[N] float64."""
     min_p: Tensor
     """[N] float64."""
-    all_greedy: bool
     any_greedy: bool
     filtered: Tensor | None
     """Indices of the rows with a filter, int64, or ``None`` where no row has one."""
@@ -50,7 +49,7 @@ class SamplingRows(NamedTuple):
         columns += [np.array([getattr(p, name) for p in params], np.float64) for name in ("top_p", "min_p")]
         *law, indices = to_device([*columns, np.array(filtered, np.int64)], torch.device(device))
         greedy = [p.greedy for p in params]
-        return cls(*law, all(greedy), any(greedy), indices if filtered else None)
+        return cls(*law, any(greedy), indices if filtered else None)
 
 
 def target_probs(logits: Tensor, rows: SamplingRows) -> Tensor:

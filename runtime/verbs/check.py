@@ -237,12 +237,9 @@ def memory(
         cache_layout(config, layers, max_verify, itemsize, topology.attn_tp, packed)
         for layers in stage_layers(config.num_layers, topology.pp)
     ]
-    num_drafted = draft_rows(draft, config, max_verify)
-    draft_slot = 0
-    if has_draft:
-        rows = family(config.model_type).draft_cache_rows(config, topology.attn_tp)
-        layout = CacheLayout(rows, num_drafted, itemsize)
-        draft_slot = layout.bytes_per_slot + layout.pages_for(max_context) * layout.bytes_per_page
+    rows = family(config.model_type).draft_cache_rows(config, topology.attn_tp) if has_draft else ()
+    own = CacheLayout(rows, draft_rows(draft, config, max_verify), itemsize)
+    draft_slot = own.bytes_per_slot + own.pages_for(max_context) * own.bytes_per_page
     ranks = []
     held = rank_weights(config, topology, itemsize, with_draft=has_draft, all_to_all=all_to_all)
     for rank, weights in enumerate(held):
