@@ -133,7 +133,7 @@ def check_untrimmed(config: EngineConfig) -> None:
     """Raise ``ValueError`` if ``config`` calibrates confidences or trims verification by them; for drafts that have
     none."""
     if config.sts is not None:
-        raise ValueError(f"--sts {config.sts} calibrates confidences, but the draft has no confidence head; leave it out")
+        raise ValueError(f"--sts {config.sts} calibrates confidences, but the draft has none; leave --sts out")
     by_table = config.verify != "static" and config.sps_table is not None
     if by_table or config.confidence_threshold is not None:
         option = f"--verify {config.verify}" if by_table else "--confidence-threshold"
