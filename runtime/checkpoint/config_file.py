@@ -39,7 +39,7 @@ def read_config_files(folder: pathlib.Path) -> tuple[dict[str, Any], dict[str, A
     Raises ``ValueError`` when there is no config, or a file is too large or not strict JSON.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder}: no such folder; --model takes the folder that holds config.json")
+        raise ValueError(f"{folder}: no such folder; a model or a draft is a folder that holds config.json")
     candidates = [folder / "config.json", folder / "inference" / "config.json"]
     path = next((candidate for candidate in candidates if candidate.is_file()), None)
     if path is None:
