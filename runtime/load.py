@@ -98,7 +98,7 @@ def graph_obstacle(config: EngineConfig, topology: Topology, model_config: Confi
         return f"--overlap {config.overlap} cuts steps in two"
     if config.eplb_interval is not None or config.eplb_record is not None:
         return "picks of experts are counted"
-    if config.replica_split == "weighted" and config.num_redundant_experts:
+    if config.replica_split == "weighted":
         return "--replica-split weighted counts picks on the host"
     return None
 
