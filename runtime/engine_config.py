@@ -328,6 +328,8 @@ def _check_effect(config: EngineConfig) -> None:
         raise ValueError(f"--max-tokens-per-rank {config.max_tokens_per_rank}: {chosen} has no fixed buffers")
     if config.fp8_dispatch and not kind.sends_fp8:
         raise ValueError(f"--fp8-dispatch: {chosen} sends no 8-bit floats")
+    if config.sps_table is not None and config.verify == "static":
+        raise ValueError(f"--sps-table {config.sps_table} changes nothing with --verify static")
     if config.replica_split != "even" and not (config.num_redundant_experts or config.num_redundant_draft_experts):
         raise ValueError(f"--replica-split {config.replica_split} needs copies: give --num-redundant-experts")
     if config.replica_split == "nearest" and not config.all_to_all:

@@ -3,8 +3,8 @@
     python scripts/inject_mistakes.py [--only srun,layout]
 
 Needs what ``inject_faults.py`` needs. Both ranks are started with a mistake, or only rank 1 is. Measured is the time
-from when the last rank came to meet the others, before which nobody could know, until both and until the launcher had
-ended. Where a rank waits in vain, --timeout is 5 seconds, which are not counted.
+from when the last rank came to meet the others, before which nobody could know, until an error could be read, and until
+both ranks and the launcher had ended. Where a rank waits in vain, --timeout is 5 seconds, which are not counted.
 """
 
 from __future__ import annotations
@@ -118,6 +118,20 @@ def other_model(folder: pathlib.Path) -> pathlib.Path:
     return folder
 
 
+def errors(folder: pathlib.Path, job: Started) -> list[str]:
+    """The error lines of the job so far, each once."""
+    texts = [job.text(), *(file.read_text() for file in sorted(folder.rglob("*.log")))]
+    return list(dict.fromkeys(line for one in texts for line in one.splitlines() if line.startswith("dspark: error")))
+
+
+def seconds_since(met: list[float], moment: float, waited: float) -> str:
+    """Seconds from the last of ``met`` to ``moment``, less those that were waited on purpose if it is behind them."""
+    if not met or moment < max(met):
+        return "at once"
+    passed = moment - max(met)
+    return f"{passed - waited:.1f}" if passed >= waited else f"{passed:.1f}"
+
+
 def experiment(launcher: str, name: str, model: pathlib.Path) -> str:
     """One row of the table."""
     mistake = MISTAKES[name]
@@ -131,20 +145,21 @@ def experiment(launcher: str, name: str, model: pathlib.Path) -> str:
         (folder / "mistake.json").write_text(json.dumps(made))
         waits = ["--timeout", str(TIMEOUT)] if is_waited else []
         with STARTS[launcher][0](folder, *waits) as job:
+            until(lambda: errors(folder, job) or job.status() is not None, "an error")
+            said = time.monotonic()
             until(lambda: job.status() is not None, "the end")
             ended = time.monotonic()
             pids = [int(file.read_text()) for file in folder.glob("pid?")]
             assert not any(map(is_running, pids)), "ranks are left"
-            status, text = job.status(), job.text()
+            status, lines = job.status(), errors(folder, job)
         assert status != 0, "it ran"
         assert not (folder / "out.jsonl").exists(), "something was written"
         met = [float(file.read_text()) for file in folder.glob("met?")]
-        texts = [text, *(file.read_text() for file in sorted(folder.rglob("*.log")))]
-        said = dict.fromkeys(line for one in texts for line in one.splitlines() if line.startswith("dspark: error"))
-    assert said, text[-500:]
-    seconds = f"{ended - max(met) - TIMEOUT * is_waited:.1f}" if met else "at once"
-    words = "; ".join(line.removeprefix("dspark: error: ") for line in said)
-    return f"| {name} | {launcher} | {seconds} | {status} | {words} |"
+    assert lines, "nothing was said"
+    waited = TIMEOUT * is_waited
+    words = "; ".join(line.removeprefix("dspark: error: ") for line in lines)
+    first, last = (seconds_since(met, moment, waited) for moment in (said, ended))
+    return f"| {name} | {launcher} | {first} | {last} | {status} | {words} |"
 
 
 def main() -> int:
@@ -153,8 +168,8 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="WORDS", help="those whose name has all of these, with commas")
     words = parser.parse_args().only.split(",")
     os.environ["DSPARK_PYTHON"] = sys.executable
-    print("| mistake | launcher | all ended after s | status | what ranks say |", flush=True)
-    print("|---|---|---|---|---|", flush=True)
+    print("| mistake | launcher | said after s | all ended after s | status | what ranks say |", flush=True)
+    print("|---|---|---|---|---|---|", flush=True)
     bad = 0
     with tempfile.TemporaryDirectory() as scratch:
         model = other_model(pathlib.Path(scratch) / "model")

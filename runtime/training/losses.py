@@ -9,12 +9,11 @@ batch's: add up :attr:`DSparkSums.weight` over the ranks and pass it to :meth:`D
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 EPSILON = 1e-6
 """Added to the sum of weights, so that a batch without a valid place has loss 0."""
@@ -84,57 +83,19 @@ def dspark_sums(
     return DSparkSums((w * ce).sum(), (w * l1).sum(), confidence, w.sum())
 
 
-def dflash_loss(draft_logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-    """DFlash: the weighted mean cross-entropy against the data's tokens; arguments as in :func:`dspark_sums`."""
-    wide = torch.promote_types(draft_logits.dtype, torch.float32)
-    flat = cross_entropy(draft_logits.flatten(0, -2).to(wide), labels.flatten(), reduction="none")
-    w = weights.flatten().to(wide)
-    return (w * flat).sum() / (w.sum() + EPSILON)
-
-
-class Eagle3Loss(NamedTuple):
-    """The loss of training-time test and its steps."""
-
-    total: Tensor
-    steps: Tensor
-    """[steps] before the decay."""
-
-
-def eagle3_loss(
-    step_logits: Sequence[Tensor], target_logits: Tensor, loss_mask: Tensor, decay: float = 0.8
-) -> Eagle3Loss:
-    """EAGLE-3: at step i the draft has run i times on its own output; soft cross-entropy, weights ``decay`` ** i.
+def eagle3_sums(
+    draft_logits: Tensor, target_logits: Tensor, valid: Tensor, decay: float = 0.8
+) -> tuple[Tensor, Tensor]:
+    """EAGLE-3: place i of an anchor was drafted after i runs on the draft's own output; soft cross-entropy of each.
 
     Args:
-        step_logits: per step [B, S, V]; row t of step i has seen tokens up to x_{t+1+i} and predicts x_{t+2+i}.
-        target_logits: [B, S, V], row t for x_{t+1}; row t of step i learns row t + 1 + i, and nothing past the end.
-        loss_mask: [B, S], read at t + i.
+        draft_logits, target_logits: [A, γ, V] for the same token.
+        valid: [A, γ] bool, whether a place has something to learn.
 
-    Each step is a sum divided by B·S.
+    Returns the sum over all anchors and places, place i weighted ``decay`` ** i, and the sums of the places [γ].
     """
-    wide = torch.promote_types(target_logits.dtype, torch.float32)
-    target = target_logits.detach().to(wide).softmax(-1)
-    mask = loss_mask.to(wide)
-    num_tokens = target.shape[1]
-    steps = []
-    for i, logits in enumerate(step_logits):
-        reach = max(num_tokens - 1 - i, 0)
-        log_q = logits[:, :reach].to(wide).log_softmax(-1)
-        soft = -(target[:, num_tokens - reach :] * log_q).sum(-1)
-        steps.append((soft * mask[:, num_tokens - 1 - reach : num_tokens - 1]).sum() / mask.numel())
-    stacked = torch.stack(steps)
-    scale = decay ** torch.arange(len(steps), device=stacked.device, dtype=wide)
-    return Eagle3Loss((scale * stacked).sum(), stacked)
-
-
-def mtp_loss(logits: Tensor, token_ids: Tensor, loss_mask: Tensor, depth: int = 1) -> Tensor:
-    """Multi-token prediction: mean cross-entropy of row t's ``logits`` [B, S, V] against token x_{t+1+depth}.
-
-    ``token_ids`` [B, S]; the mean is over rows whose token exists and is set in ``loss_mask`` [B, S] (0 if none is).
-    """
-    shift = 1 + depth
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    labels, w = token_ids[:, shift:], loss_mask[:, shift:].to(wide)
-    rows = logits[:, : labels.shape[1]].to(wide)
-    each = cross_entropy(rows.flatten(0, 1), labels.flatten(), reduction="none").view_as(w)
-    return (each * w).sum() / (w.sum() + EPSILON)
+    wide = torch.promote_types(draft_logits.dtype, torch.float32)
+    law = target_logits.detach().to(wide).softmax(-1)
+    places = (-(law * draft_logits.to(wide).log_softmax(-1)).sum(-1) * valid).sum(0)
+    scale = decay ** torch.arange(len(places), device=places.device, dtype=wide)
+    return (scale * places).sum(), places

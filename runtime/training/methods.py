@@ -25,7 +25,7 @@ from .chain_draft import ChainDraft, EagleFusion, MtpFusion
 from .chunked import chunked_sums
 from .export import dspark_keys, write_bundled, write_standalone
 from .initial import eagle_weights, initial_weights
-from .losses import LossWeights, dspark_sums, place_weights
+from .losses import LossWeights, dspark_sums, eagle3_sums, place_weights
 from .target import FeatureKind
 from .trainer import StepSums
 
@@ -150,11 +150,9 @@ class EagleMethod:
     def sums(self, batch: Batch) -> StepSums:
         """See :class:`Draft`."""
         logits, wanted = self.drafts(batch)
-        each = -(wanted.float().softmax(-1) * logits.log_softmax(-1)).sum(-1) * batch.valid
-        scale = self._recipe.step_decay ** torch.arange(each.shape[1], device=each.device)
-        loss = (each * scale).sum()
+        loss, places = eagle3_sums(logits, wanted, batch.valid, self._recipe.step_decay)
         weight = torch.tensor(float(len(batch.anchors)), device=loss.device)
-        return StepSums(loss, weight, {"first_step": each[:, 0].sum()}, None)
+        return StepSums(loss, weight, {"first_step": places[0]}, None)
 
     def drafts(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """See :class:`Draft`."""
