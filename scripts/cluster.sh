@@ -93,8 +93,9 @@ forward() {
 
 # An agent whose ranks have all ended would wait long for a head that is gone, so it is ended; $1 is its process.
 end_idle_agent() {
-    local idle=0 had_ranks=""
-    while sleep 1 && kill -0 "$1"; do
+    local idle=0 had_ranks="" nothing
+    exec {nothing}<> <(:)  # never has anything to read; unlike a sleep, waiting for it leaves no process behind
+    while ! read -rt 1 -u "$nothing" && kill -0 "$1"; do
         if pgrep -P "$1" >/dev/null; then
             had_ranks=yes idle=0
         elif [ -n "$had_ranks" ]; then

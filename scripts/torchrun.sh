@@ -32,7 +32,8 @@ for ((local_rank = 0; local_rank < PROCS; local_rank++)); do
     [ "$NODE_RANK$local_rank" = 00 ] || redirects+=("$local_rank:3")
 done
 redirects=(${redirects[@]+--redirects "$(IFS=, && printf '%s' "${redirects[*]}")"})
-# Agents wait for each other as long as the ranks would, and not for those of another job at this port.
+# Agents wait for each other as long as the ranks would, and not for those of another Slurm job at this port. What else
+# their commands differ in is for the ranks to name.
 limit=300
 for ((word = 0; word < ${#COMMAND[@]}; word++)); do
     case "${COMMAND[word]}" in
@@ -42,7 +43,7 @@ for ((word = 0; word < ${#COMMAND[@]}; word++)); do
 done
 limit="${limit%%.*}"
 case "$limit" in "" | 0 | *[!0-9]*) limit=1 ;; esac
-name="${SLURM_JOB_ID:-$(printf '%s ' "$NODES" "$PROCS" "${COMMAND[@]}" | cksum | cut -d' ' -f1)}"
+name="${SLURM_JOB_ID:-dspark}"
 agent=("$PYTHON" -m dspark.parallel.agent --nnodes "$NODES" --nproc-per-node "$PROCS" --node-rank "$NODE_RANK"
     --master-addr "${HEAD:-127.0.0.1}" --master-port "$PORT" --rdzv-id "$name" --rdzv-conf "timeout=$limit"
     --max-restarts 0 --log-dir "$LOGS" ${redirects[@]+"${redirects[@]}"}

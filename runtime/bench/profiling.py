@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ...layers.kernels import Kernels, choose
+from ...layers.kernels.quantised import PackedWeight
 from ...layers.params import OnDevice
 from ..checkpoint import CheckpointReader
 from ..engine import Engine
@@ -33,6 +34,10 @@ class TimedKernels(Kernels):
     def __init__(self, inner: Kernels, watch: Stopwatch) -> None:
         self.backend, self.whole_sums = inner.backend, inner.whole_sums
         self._inner, self._watch = inner, watch
+
+    def pack(self, operation: str, weight: torch.Tensor) -> torch.Tensor | PackedWeight:
+        """See :meth:`Kernels.pack`."""
+        return self._inner.pack(operation, weight)
 
     def bind(self, operation: str, **weights: object) -> Callable[..., object]:
         """See :meth:`Kernels.bind`."""
