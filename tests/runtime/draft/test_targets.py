@@ -132,24 +132,21 @@ def test_greedy_tokens(kind, dense, target, draft):
         assert got == expected and drafted > 0, name
 
 
-def on_ranks(rank, world, dense, folder, options, layout):
-    return greedy(dense.load(target=folder, groups=Groups.build(Topology(**layout), rank), **options))[0]
+def on_ranks(rank, world, dense, folder, drafts, layout):
+    groups = Groups.build(Topology(**layout), rank)
+    return {name: greedy(dense.load(target=folder, groups=groups, **options))[0] for name, options in drafts.items()}
 
 
-OVER_RANKS = {
-    "nsa": [("dflash2", {"tp": 2}), ("dflash2", {"tp": 2, "dp": 2}), ("model", {"tp": 2, "dp": 2})],
-    "dsa": [("dflash2", {"tp": 2}), ("eagle", {"tp": 2, "dp": 2})],
-}
-
-
-@pytest.mark.parametrize("kind", OVER_RANKS)
-def test_over_ranks(kind, dense, target, draft, run_ranks):
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "dp": 2}], ids=["tp2", "dp2"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_over_ranks(kind, layout, dense, target, draft, run_ranks):
     expected, _ = greedy(dense.load(target=target(kind), draft="none"))
-    for name, layout in OVER_RANKS[kind]:
-        assert run_ranks(on_ranks, 2, dense, target(kind), draft(name), layout)[0] == expected, (name, layout)
+    drafts = {name: draft(name) for name in DRAFTS}
+    for found in run_ranks(on_ranks, 2, dense, target(kind), drafts, layout, timeout=180):
+        assert found == dict.fromkeys(DRAFTS, expected)
 
 
-@pytest.mark.parametrize("kind", ["nsa"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_sampled_law(kind, dense, target, draft):
     """The first two tokens of many requests, against whole forwards of the target."""
     prompt = [3, 14, 15, 9, 2, 6, 5, 3, 5]
@@ -162,20 +159,31 @@ def test_sampled_law(kind, dense, target, draft):
             for token, share in zip(top.indices.tolist(), top.values.softmax(-1).tolist()):
                 longer[(*tokens, token)] = mass * share
         law = longer
-    engine = dense.load(target=target(kind), max_running=64, chunk_size=576, gamma=2, **draft("dflash2"))
+    for name in DRAFTS:
+        engine = dense.load(target=target(kind), max_running=64, chunk_size=576, gamma=2, **draft(name))
+        p = p_value(sample(engine, prompt, params, num_samples), law)
+        assert p > 1e-3, f"{name}: p = {p:.1e}"
+
+
+def sample(engine, prompt, params, num_samples):
     for i in range(num_samples):
         engine.add(Request(str(i), tuple(prompt), params))
     tokens = {str(i): [] for i in range(num_samples)}
     while engine.has_work():
         for event in engine.step():
             tokens[event.request_id] += event.token_ids
+    return [tuple(ids) for ids in tokens.values()]
+
+
+def p_value(samples, law):
+    """Of the chi-square test that ``samples`` come from ``law``; rare outcomes are pooled."""
     seen = dict.fromkeys(law, 0)
-    for ids in tokens.values():
-        seen[tuple(ids)] += 1
-    cells = [(seen[ids], mass * num_samples) for ids, mass in law.items()]
+    for ids in samples:
+        seen[ids] += 1
+    cells = [(seen[ids], mass * len(samples)) for ids, mass in law.items()]
     common = [cell for cell in cells if cell[1] >= 5]
     common.append(tuple(np.sum([cell for cell in cells if cell[1] < 5] or [(0, 1e-9)], axis=0)))
-    assert chi2.sf(sum((o - e) ** 2 / e for o, e in common), len(common) - 1) > 1e-3
+    return chi2.sf(sum((o - e) ** 2 / e for o, e in common), len(common) - 1)
 
 
 def next_logits(engine, tokens):
