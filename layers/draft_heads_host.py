@@ -7,12 +7,14 @@ rounding. That cannot bias anything: whatever law a draft was drawn from is the 
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from .draft_heads import ConfidenceHead, MarkovHead
+from .kernels import Kernels
 from .kernels.draft import MIN_TEMPERATURE
 
 MAX_TABLE_BYTES = 32 << 20
@@ -34,21 +36,35 @@ class HostDraftBlock(NamedTuple):
 
 
 class HostHeads:
-    """The weights of the heads as host arrays; made once, when a draft is loaded on a CPU."""
+    """The weights of the heads as host arrays; made once, when a draft is loaded on a CPU. ``kernels`` may have a
+    compiled form of the greedy loop."""
 
     def __init__(
-        self, markov: MarkovHead | None, confidence: ConfidenceHead | None, max_table_bytes: int = MAX_TABLE_BYTES
+        self,
+        markov: MarkovHead | None,
+        confidence: ConfidenceHead | None,
+        max_table_bytes: int = MAX_TABLE_BYTES,
+        kernels: Kernels | None = None,
     ) -> None:
         weights = {} if markov is None else {k: v.detach().float().cpu().numpy() for k, v in markov.weights.items()}
         self.kind = None if markov is None else markov.kind
         self.w1, self.w2 = weights.get("markov_w1.weight"), weights.get("markov_w2.weight")
         self.weights = weights
-        self.table = None
-        if self.kind == "vanilla" and 4 * self.w1.shape[0] ** 2 <= max_table_bytes:
-            self.table = self.w1 @ self.w2.T
+        self._max_table_bytes, self._greedy = max_table_bytes, None
+        if self.kind == "vanilla" and kernels is not None and kernels.backend == "numba":
+            w1, w2 = torch.from_numpy(self.w1), torch.from_numpy(self.w2)
+            self._greedy = kernels.bind("markov_greedy", w1=w1, w2=w2)
         self.confidence_weight = None if confidence is None else confidence.weight[0].detach().float().cpu().numpy()
         bias = None if confidence is None else confidence.bias
         self.confidence_bias = 0.0 if bias is None else float(bias)
+        self._confidence_by_prev: np.ndarray | None = None  # [V]: what the token before a place adds
+
+    @functools.cached_property
+    def table(self) -> np.ndarray | None:
+        """Every bias of a vanilla head over a small vocabulary, [V, V]."""
+        if self.kind != "vanilla" or 4 * self.w1.shape[0] ** 2 > self._max_table_bytes:
+            return None
+        return self.w1 @ self.w2.T
 
     def draw_block(
         self,
@@ -66,6 +82,9 @@ class HostHeads:
             temperatures: [B] of the draft's law, 0 is greedy; ``None`` if all are.
             uniforms: [B, γ] float64 in [0, 1), the draft's noise; for the inverse CDF of softmax(logits / T).
         """
+        if temperatures is None and self._greedy is not None:
+            tokens = self._greedy(torch.from_numpy(base_logits), torch.from_numpy(anchors)).numpy()
+            return HostDraftBlock(tokens, None, self.confidence(hidden, anchors, tokens))
         num_blocks, gamma, vocab_size = base_logits.shape
         tokens = np.empty((num_blocks, gamma), dtype=np.int64)
         probs = None if temperatures is None else np.empty((num_blocks, gamma, vocab_size))
@@ -115,8 +134,9 @@ class HostHeads:
         hidden_size = hidden.shape[2]
         z = hidden @ self.confidence_weight[:hidden_size] + self.confidence_bias
         if len(self.confidence_weight) > hidden_size:
-            previous = np.concatenate([anchors[:, None], tokens[:, :-1]], axis=1)
-            z = z + self.w1[previous] @ self.confidence_weight[hidden_size:]
+            if self._confidence_by_prev is None:
+                self._confidence_by_prev = self.w1 @ self.confidence_weight[hidden_size:]
+            z = z + self._confidence_by_prev[np.concatenate([anchors[:, None], tokens[:, :-1]], axis=1)]
         return z
 
 

@@ -47,6 +47,8 @@ class VocabParallelEmbedding:
         self.weight = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        if self._group.size == 1:
+            return torch.nn.functional.embedding(ids, self.weight)
         num_rows = self.weight.shape[0] - 1
         local = ids - self.shard.start
         local = torch.where((local >= 0) & (local < num_rows), local, num_rows)

@@ -24,6 +24,11 @@ class HyperSizes(NamedTuple):
     constrained: bool
 
 
+def spread(x: torch.Tensor, num_streams: int) -> torch.Tensor:
+    """The streams [T, n, D] that the first layer reads: ``x`` [T, D] in each of them."""
+    return x.unsqueeze(1).expand(-1, num_streams, -1).contiguous()
+
+
 class HyperConnection:
     """One sublayer's connection: ``read`` gives its normed input, ``write`` the new streams from its output."""
 

@@ -57,7 +57,7 @@ class Drafted(NamedTuple):
     they were drawn from (a tensor where that was on a device), or None where all are greedy; ``confidence`` [R, γ] raw
     logits, on the rank that drew; ``proposed`` [R]: drafts that were of use to the request, there too.
     ``trees`` [R]: how the drafts hang together if they do not follow one another; ``drafts`` are then those of each
-    tree, node by node."""
+    tree, node by node. ``survival`` [R, γ]: what the policy went by, for a policy that learns."""
 
     drafts: np.ndarray
     lens: np.ndarray
@@ -65,6 +65,7 @@ class Drafted(NamedTuple):
     confidence: np.ndarray | None = None
     proposed: np.ndarray | None = None
     trees: tuple[DraftTree, ...] | None = None
+    survival: np.ndarray | None = None
 
     @classmethod
     def of_trees(cls, trees: Sequence[DraftTree]) -> Drafted:
@@ -94,7 +95,7 @@ class Drafted(NamedTuple):
         elif probs is not None:
             probs = np.concatenate([probs, np.zeros((num_requests, *probs.shape[1:]))])
         drafts, lens = np.concatenate([self.drafts, nothing.drafts]), np.concatenate([self.lens, nothing.lens])
-        return Drafted(drafts, lens, probs, self.confidence, self.proposed)
+        return Drafted(drafts, lens, probs, self.confidence, self.proposed, survival=self.survival)
 
     def to_tensor(self, num_nodes: int | None) -> torch.Tensor:
         """What the other ranks must know, int64 [R, ...]; ``num_nodes``: of a tree at most, None for blocks."""
@@ -147,13 +148,14 @@ class Decider:
         self, states: Sequence[RequestState], block: HostDraftBlock, max_lens: np.ndarray, other_rows: int
     ) -> Drafted:
         """How many of each request's drafts are verified, at most ``max_lens`` [R]."""
-        logits = block.confidence_logits
-        c = None if logits is None else conditional(logits, self._temperatures)
-        proposed = np.where(max_lens > 0, self._gamma, 0)
+        logits, c = block.confidence_logits, None
+        if logits is not None and self.policy.reads_confidences:
+            c = conditional(logits, self._temperatures)
+        proposed = self._gamma * (max_lens > 0)
         if block.lens is not None:
             max_lens, proposed = np.minimum(max_lens, block.lens), np.minimum(proposed, block.lens)
         plan = self.policy.plan([state.request.request_id for state in states], c, max_lens, other_rows)
-        return Drafted(block.tokens, plan.lens, block.probs, logits, proposed)
+        return Drafted(block.tokens, plan.lens, block.probs, logits, proposed, survival=plan.survival)
 
     def schedule_trees(
         self, states: Sequence[RequestState], trees: Sequence[DraftTree], max_lens: np.ndarray, other_rows: int
@@ -179,6 +181,9 @@ class Decider:
         if self.recorder is not None and num_decoding:
             n = num_decoding
             self.recorder(drafted.confidence, drafted.lens[:n], uncut.accepted[:n], verdict.emitted[:n])
+        if drafted.survival is not None:
+            n = len(drafted.survival)
+            self.policy.landed(drafted.survival, drafted.lens[:n], uncut.accepted[:n])
         proposed = [0] * num_decoding if drafted.proposed is None else drafted.proposed.tolist()
         counts = proposed + [COMPLETED] * (len(states) - num_decoding)
         return to_table([state.number for state in states], counts, verdict)

@@ -77,6 +77,7 @@ class Engine:
         self._link, self._graphs = StageLink(groups.pp), graphs
         is_deciding = self._link.is_last and groups.attn_block.rank == 0
         self._decider = make_decider(config, drafter.gamma) if is_deciding else None
+        self._decides_alone = is_deciding and groups.attn_block.size == groups.pp.size == 1
         self._ends = Ends(text)
         self._flights: deque[Flight] = deque()
         self._may_skip_drafts = config.verify == "async"
@@ -185,6 +186,8 @@ class Engine:
         output = None
         if self._link.stage < len(self._flights):
             flight = self._flights[self._link.stage]
+            if flight.plan.copies:
+                self.drafter.settle()
             for copy in flight.plan.copies:
                 for snapshots in self._snapshots:
                     snapshots.apply(copy)
@@ -237,11 +240,12 @@ class Engine:
         self._scheduler.landed(flight.plan)
         if not sum(flight.steps.shapes.requests):
             return []
-        shape = (sum(flight.steps.shapes.requests), table_width(self.drafter.gamma))
-        table = torch.empty(shape, dtype=torch.int64, device=self._device)
         if self._decider:
             own = self._decider.judge(flight.states, flight.num_decoding, logits, flight.drafted)
             table = self._agreement.collect(own.to(self._device), flight.steps.shapes.requests)
+        else:
+            shape = (sum(flight.steps.shapes.requests), table_width(self.drafter.gamma))
+            table = torch.empty(shape, dtype=torch.int64, device=self._device)
         table = self._to_first(table)
         if self.groups.world.rank == 0:
             table = self._ends.at_strings(self._states, table)
@@ -288,9 +292,10 @@ class Engine:
         if gamma == 0:
             return nothing
         # A block of n drafts may emit n + 1 tokens.
-        max_lens = np.array([min(gamma, state.num_left - 1) for state in states], dtype=np.int64)
+        limits = [min(gamma, state.num_left - 1) for state in states]
+        max_lens = np.array(limits, dtype=np.int64)
         other_rows = sum(chunk.num_tokens for chunk in plan.chunks)
-        drafting = states if max_lens.any() and self._wants_draft(states, max_lens, other_rows) else []
+        drafting = states if any(limits) and self._wants_draft(states, max_lens, other_rows) else []
         others = self._agreement.numbers(len(drafting))
         if not sum(others):
             return nothing
@@ -307,13 +312,23 @@ class Engine:
             )
         if not drafting:
             return nothing
-        tree = self.drafter.tree
-        width = 1 + gamma if tree is None else message_width(tree.num_drafts)
-        decided, message = None, torch.empty((len(states), width), dtype=torch.int64, device=self._device)
+        decided = None
         if self._decider:
-            schedule = self._decider.schedule if tree is None else self._decider.schedule_trees
+            schedule = self._decider.schedule if self.drafter.tree is None else self._decider.schedule_trees
             decided = schedule(states, block, max_lens, other_rows)
+            if self._decides_alone:
+                return decided
+        return self._told(decided, len(states))
+
+    def _told(self, decided: Drafted | None, num_requests: int) -> Drafted:
+        """What the deciding rank has ``decided``, on every rank of the block. Collective over the block and the
+        pipeline."""
+        tree = self.drafter.tree
+        if decided is not None:
             message = decided.to_tensor(tree and tree.num_drafts).to(self._device)
+        else:
+            width = 1 + self.drafter.gamma if tree is None else message_width(tree.num_drafts)
+            message = torch.empty((num_requests, width), dtype=torch.int64, device=self._device)
         if self._link.is_last:
             message = broadcast(message, self.groups.attn_block)
         message = broadcast(message, self.groups.pp, self._link.num_stages - 1)
@@ -324,13 +339,16 @@ class Engine:
         the pipeline where the policy may say no."""
         if not self._may_skip_drafts:
             return True
-        wish = torch.zeros(1, dtype=torch.int64, device=self._device)
+        wish = False
         if self._decider:
             ids = [state.request.request_id for state in states]
-            wish += self._decider.policy.wants_draft(ids, max_lens, other_rows)
+            wish = self._decider.policy.wants_draft(ids, max_lens, other_rows)
+            if self._decides_alone:
+                return wish
+        message = torch.tensor([wish], dtype=torch.int64, device=self._device)
         if self._link.is_last:
-            wish = broadcast(wish, self.groups.attn_block)
-        return bool(broadcast(wish, self.groups.pp, self._link.num_stages - 1))
+            message = broadcast(message, self.groups.attn_block)
+        return bool(broadcast(message, self.groups.pp, self._link.num_stages - 1))
 
     def _build(self, plan: StepPlan, drafted: Drafted, num_requests: int) -> Steps:
         spans = []

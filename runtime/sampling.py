@@ -115,10 +115,16 @@ def greedy_ids(logits: Tensor) -> Tensor:
 
     Raises ``FloatingPointError`` if a row holds NaN or its highest logit is infinite: there is no law to draw from.
     """
-    highest, ids = logits.max(dim=-1)
-    if not math.isfinite(highest.sum().item()) and not bool(highest.isfinite().all()):
-        row = int((~highest.isfinite()).nonzero()[0, 0])
-        raise FloatingPointError(f"the highest logit of row {row} of {logits.shape[0]} is {float(highest[row])}")
+    if logits.device.type == "cpu" and logits.dtype == torch.float32:  # numpy compares many numbers at a time
+        rows = logits.numpy()
+        ids = torch.from_numpy(rows.argmax(axis=1))
+        highest = [rows.item(row, token) for row, token in enumerate(ids.tolist())]
+    else:
+        values, ids = logits.max(dim=-1)
+        highest = [] if math.isfinite(values.sum().item()) else values.tolist()
+    for row, value in enumerate(highest):
+        if not math.isfinite(value):
+            raise FloatingPointError(f"the highest logit of row {row} of {logits.shape[0]} is {value}")
     return ids
 
 

@@ -46,7 +46,7 @@ class Step(NamedTuple):
     [N, ...], in order.
 
     ``num_logits``: N. ``counts``: rows of every row owner of the tp group, in order; ``has_prefill``: whether any rank
-    prefills; ``is_split``: whether context parallelism splits the rows.
+    prefills; ``is_split``: whether context parallelism splits the rows; ``longest``: tokens of the longest span.
     """
 
     tokens: torch.Tensor
@@ -57,6 +57,7 @@ class Step(NamedTuple):
     gather_logit_rows: Callable[[torch.Tensor], torch.Tensor]
     num_logits: int
     is_split: bool = False
+    longest: int = 1
 
 
 def build_step(
@@ -96,7 +97,8 @@ def build_step(
     token_ids, at = to_device([tokens, logit_rows], device)
     at = None if len(logit_rows) == len(tokens) and split is None else at
     counts = (len(tokens),) if counts is None else counts
-    return Step(token_ids, at, plan, counts, has_prefill, gather_logit_rows, len(wanted), split is not None)
+    longest = max((len(span.tokens) for span in spans), default=0)
+    return Step(token_ids, at, plan, counts, has_prefill, gather_logit_rows, len(wanted), split is not None, longest)
 
 
 def _ring_rows(spans: Sequence[Span], split: Split, plan: AttentionPlan) -> RingRows:

@@ -196,9 +196,10 @@ def build_plan(
     max_position = int(queries[0].max()) if queries.shape[1] else -1
     device = page_table.device
     host = HostPlan(queries, rows, page_table.numpy(), closing) if device.type == "cpu" else None
-    own_rows, key_rows, *closed = to_device([queries, rows, *closing.values()], device)
-    keys = Rows(*key_rows.unbind(0))
-    own = keys if owned is None else Rows(*own_rows.unbind(0))
+    key_rows, *closed = to_device([rows, *closing.values(), *(() if owned is None else (queries,))], device)
+    keys = own = Rows(*key_rows.unbind(0))
+    if owned is not None:
+        own = Rows(*closed.pop().unbind(0))
     tensors = dict(zip(closing, closed))
     plan = AttentionPlan(own, keys, page_table, tensors, max_position, host, bidirectional, gather)
     if 1 not in ratios:

@@ -82,6 +82,11 @@ def hc_post(streams: torch.Tensor, y: torch.Tensor, post: torch.Tensor, comb: to
     return (post.unsqueeze(-1) * y.float().unsqueeze(1) + mixed).to(streams.dtype)
 
 
+def hc_mean(streams: torch.Tensor) -> torch.Tensor:
+    """The mean [T, D] of streams [T, n, D]: what a draft reads of a layer."""
+    return streams.mean(dim=1)
+
+
 def hc_collapse(
     streams: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, hc_eps: float, norm_eps: float
 ) -> torch.Tensor:

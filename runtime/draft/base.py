@@ -66,6 +66,9 @@ class DraftElsewhere(NamedTuple):
     caches: tuple[Cache, ...] = ()
     expert_layers: tuple[MoE, ...] = ()
 
+    def settle(self) -> None:
+        """Nothing is kept here."""
+
 
 class Drafter(Protocol):
     """Proposes tokens and learns from what the target computed.
@@ -138,6 +141,10 @@ class Drafter(Protocol):
         """Take in the ``taps`` [T, ...] of a target ``step``; rejected rows do no harm. Collective."""
         ...
 
+    def settle(self) -> None:
+        """Bring ``caches`` up to date with all that was observed: before they are copied, or copied into."""
+        ...
+
     def propose(
         self, requests: DraftRequests, noise: DraftNoise | None
     ) -> HostDraftBlock | tuple[DraftTree, ...] | None:
@@ -158,6 +165,9 @@ class PlainDraft:
     longest: ClassVar[int]
     usual: ClassVar[int | None] = None
     """The block it proposes unless the user says; None for the longest."""
+
+    def settle(self) -> None:
+        """Nothing is put off."""
 
     @classmethod
     def tap_layers(cls, config: Any) -> tuple[int, ...]:

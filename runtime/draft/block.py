@@ -174,7 +174,7 @@ class BlockDrafter(PlainDraft):
             markov = load_markov_head(config.markov_head_type, top.scope("markov_head"), hidden)
         if config.has_confidence:
             confidence = load_confidence_head(top.scope("confidence_head"), has_bias=True)
-        self._heads, self._selector = HostHeads(markov, confidence), None
+        self._heads, self._selector = HostHeads(markov, confidence, kernels=kernels), None
         if config.selector is not None:
             self._selector = CandidateSelector(top.scope("candidate_selector"), config.selector)
 

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from ...comm.dispatch import Exchange, StepRows
-from ...layers.attention.plan import build_plan, to_device
+from ...layers.attention.plan import AttentionPlan, build_plan, to_device
 from ...layers.draft_heads import load_confidence_head, load_markov_head
 from ...layers.draft_heads_host import HostDraftBlock, HostHeads
-from ...layers.hyper_connection import HyperHead
+from ...layers.hyper_connection import HyperHead, spread
 from ...layers.kernels import Kernels
 from ...layers.linear import MergedLinear, Part
 from ...layers.norm import RMSNorm
@@ -34,6 +34,14 @@ from ..models.deepseek_v4 import Block, DeepseekV4, draft_stage_sizes, hyper_siz
 from ..models.staged import dispatcher_for
 from ..step import Step
 from .base import DraftNoise, DraftRequests, DraftRoom, PlainDraft
+
+MAX_PENDING = 32
+"""Steps without a draft that are taken in together: while drafting does not pay, it shall cost next to nothing."""
+
+
+def is_plain(step: Step) -> bool:
+    """Whether ``step``, on the CPU, only decodes, one token of each request."""
+    return step.plan.host is not None and not step.has_prefill and step.longest <= 1
 
 
 class DSparkDrafter(PlainDraft):
@@ -80,6 +88,8 @@ class DSparkDrafter(PlainDraft):
             for scope in stages
         ]
         self._store = kernels.bind("store_rows")
+        self._pending: list[tuple[torch.Tensor, np.ndarray]] = []  # taps and key rows of plain steps
+        self._max_pending = min(MAX_PENDING, attention.window)  # so that no two rows share a place in the ring
         last = stages[-1]
         self._hyper_head = HyperHead(last, "hc_head", hyper_sizes(config), kernels)
         self._norm = RMSNorm(last, "norm", config.rms_norm_eps, kernels)
@@ -89,7 +99,7 @@ class DSparkDrafter(PlainDraft):
         confidence = None
         if draft.enable_confidence_head:
             confidence = load_confidence_head(last.scope("confidence_head"), has_bias=False)
-        self.heads, self._draw = HostHeads(markov, confidence), None
+        self.heads, self._draw = HostHeads(markov, confidence, kernels=kernels), None
         if kernels.backend == "triton" and self.heads.kind == "vanilla":  # else the logits travel to the host
             weights = {name: markov.weights[f"markov_{name}.weight"] for name in ("w1", "w2")}
             self._draw = tuple(kernels.bind(name, **weights) for name in ("markov_greedy", "markov_sample"))
@@ -128,12 +138,28 @@ class DSparkDrafter(PlainDraft):
 
     def observe(self, taps: torch.Tensor, step: Step) -> None:
         """See :meth:`.base.Drafter.observe`."""
-        context, plan = self._main_norm(self._main_proj(step.plan.gather(taps))), step.plan.of_keys()
+        taps, plan = step.plan.gather(taps), step.plan
+        if is_plain(step) and len(self._pending) < self._max_pending:
+            self._pending.append((taps, plan.host.keys))
+            return
+        self.settle()
+        self._take_in(taps, plan.of_keys())
+
+    def settle(self) -> None:
+        """See :meth:`.base.Drafter.settle`."""
+        if self._pending:
+            taps, keys = zip(*self._pending)
+            self._pending.clear()
+            self._take_in(torch.cat(taps), build_plan(np.concatenate(keys, axis=1), self._cache.page_table, ()))
+
+    def _take_in(self, taps: torch.Tensor, plan: AttentionPlan) -> None:
+        context = self._main_norm(self._main_proj(taps))
         for project, key, cache in zip(self._context, self._keys, self._cache.layers):
             self._store(key(project(context), plan), None, cache, plan)
 
     def propose(self, requests: DraftRequests, noise: DraftNoise | None) -> HostDraftBlock | None:
         """See :meth:`.base.Drafter.propose`."""
+        self.settle()
         hidden, base_logits = self.forward(requests)
         if noise is None:
             return None
@@ -160,23 +186,19 @@ class DSparkDrafter(PlainDraft):
         """The block's states before the final norm [R, γ, D] and its base logits [R, γ, V], row k for draft k + 1."""
         num_requests, skipped = len(requests.slots), 0 if self._draft.sample_from_anchor else 1
         width = self.gamma + skipped
-        rows = np.empty((5, num_requests * width), np.int64)
-        starts = np.repeat(np.array(requests.starts, np.int64), width)
-        rows[0] = starts + np.tile(np.arange(width), num_requests)
-        rows[1] = np.repeat(np.array(requests.slots, np.int64), width)
-        rows[2], rows[3] = starts, starts + width
-        rows[4] = np.arange(num_requests * width)
+        rows = np.empty((5, num_requests, width), np.int64)
+        starts, slots = np.array((requests.starts, requests.slots), np.int64)[:, :, None]
+        rows[0], rows[1], rows[2], rows[3] = starts + np.arange(width), slots, starts, starts + width
+        rows[4] = np.arange(num_requests * width).reshape(num_requests, width)
         ids = np.full((num_requests, width), self._draft.noise_token_id, np.int64)
         ids[:, 0] = requests.anchors
-        plan = build_plan(rows, self._cache.page_table, (), bidirectional=True)
+        plan = build_plan(rows.reshape(5, -1), self._cache.page_table, (), bidirectional=True)
         (tokens,) = to_device([ids.ravel()], self._cache.page_table.device)
         counts = tuple(count * width for count in requests.others)
         exchange = Exchange(self._groups, self._dispatcher, StepRows(counts, has_prefill=False))
-        streams = exchange.own(self._target.embed(tokens)).unsqueeze(1).repeat(1, self._num_streams, 1)
+        streams = spread(exchange.own(self._target.embed(tokens)), self._num_streams)
         for block, cache in zip(self._blocks, self._cache.layers):
             streams = drain(block.stages(streams, exchange.own(tokens), cache, plan, exchange, ignore))
-        hidden = exchange.for_attention(self._hyper_head(streams)).unflatten(0, (num_requests, width))
-        hidden = hidden[:, skipped : skipped + self.gamma].flatten(0, 1)
-        logits = self._target.head(self._norm(hidden))
-        shape = (num_requests, self.gamma)
-        return hidden.unflatten(0, shape), logits.unflatten(0, shape)
+        hidden = exchange.for_attention(self._hyper_head(streams)).unflatten(0, (num_requests, width))[:, skipped:]
+        logits = self._target.head(self._norm(hidden.flatten(0, 1)))
+        return hidden, logits.unflatten(0, (num_requests, self.gamma))

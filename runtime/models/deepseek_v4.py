@@ -15,7 +15,7 @@ from ...comm.dispatch import DispatchOptions, Exchange
 from ...layers.attention.plan import AttentionPlan, LayerCache
 from ...layers.attention.v4 import V4Attention, V4AttentionSizes
 from ...layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from ...layers.hyper_connection import HyperConnection, HyperHead, HyperSizes
+from ...layers.hyper_connection import HyperConnection, HyperHead, HyperSizes, spread
 from ...layers.kernels import Kernels
 from ...layers.moe import MoE, MoESizes
 from ...layers.norm import RMSNorm
@@ -172,7 +172,7 @@ class DeepseekV4(Staged[Activations]):
             "main": rope_table(config, config.main_rope, max_context, device),
             "compress": rope_table(config, config.compress_rope, max_context, device),
         }
-        top = Scope(source)
+        top, self._mean = Scope(source), kernels.bind("hc_mean")
         if self.is_first or (self.is_last and tap_layers):
             self.embed = VocabParallelEmbedding(top, "embed.weight", config.vocab_size, groups.attn_tp)
         self._blocks = [self._block(top, layer, ropes, groups, kernels) for layer in self.layers]
@@ -219,7 +219,7 @@ class DeepseekV4(Staged[Activations]):
     def begin(self, part: Part) -> Activations:
         """See :meth:`.staged.Staged.begin`."""
         embedded = part.exchange.own(self.embed(part.step.tokens))
-        streams = embedded.unsqueeze(1).repeat(1, self.config.hc_mult, 1)
+        streams = spread(embedded, self.config.hc_mult)
         return Activations(streams, streams.new_empty(streams.shape[0], 0))
 
     def stages(self, part: Part, cache: Cache, before: Activations, probe: Probe = ignore) -> Stages[Activations]:
@@ -229,7 +229,7 @@ class DeepseekV4(Staged[Activations]):
         for layer, block, layer_cache in zip(self.layers, self._blocks, cache.layers):
             streams = yield from block.stages(streams, ids, layer_cache, step.plan, exchange, probe)
             if layer in self._tap_layers:
-                taps.append(streams.mean(dim=1) if self._tap_kind == "mean" else streams.flatten(1))
+                taps.append(self._mean(streams) if self._tap_kind == "mean" else streams.flatten(1))
         return Activations(streams, torch.cat(taps, dim=1) if len(taps) > 1 else taps[0])
 
     def finish(self, part: Part, last: Activations, probe: Probe = ignore) -> ModelOutput:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
@@ -32,6 +32,9 @@ USUAL_SHARE = 0.1
 FIRST_PATIENCE, MAX_PATIENCE = 16, 256
 """Steps without a draft until one is drafted to see whether it pays by now; doubled each time it does not."""
 
+FIRST_PROMISES, PROMISES_FADE = 4.0, 0.95
+"""Kept promises that every place begins with and goes back to, and how much of the experience a step leaves."""
+
 ASYNC_LAG = 2
 """Steps between the confidences that set the budget and the step that uses it."""
 
@@ -43,12 +46,18 @@ class Schedule(NamedTuple):
     """[R] int64 drafts verified."""
     budget: int
     """Drafts the step might hold; the sum of ``lens`` or more."""
-    expected: float
-    """τ, tokens the step is expected to emit by the current confidences."""
+    expected: float | None = None
+    """τ, tokens the step is expected to emit by the current confidences, for policies that read these."""
+    survival: np.ndarray | None = None
+    """[R, γ] the survivals that the lengths go by, for policies that want to hear in :meth:`VerifyPolicy.landed` what
+    became of them."""
 
 
 class VerifyPolicy(Protocol):
     """Decides the verified lengths of a step. One instance lives on one rank; the others receive its result."""
+
+    reads_confidences: ClassVar[bool]
+    """Whether :meth:`plan` looks at confidences; else it may be given ``None``."""
 
     def wants_draft(self, requests: Sequence[Hashable], max_lens: np.ndarray, other_rows: int = 0) -> bool:
         """Whether a step is worth drafting for at all; asked before anything is drafted. Arguments as ``plan``."""
@@ -67,9 +76,22 @@ class VerifyPolicy(Protocol):
         """
         ...
 
+    def landed(self, survival: np.ndarray, lens: np.ndarray, accepted: np.ndarray) -> None:
+        """Hear that of a step with ``survival`` [R, γ] and ``lens`` [R] verified, ``accepted`` [R] drafts were kept."""
+        ...
 
-class AlwaysDrafts:
+
+class Unmoved:
+    """For policies that do not learn from what was kept."""
+
+    def landed(self, survival: np.ndarray, lens: np.ndarray, accepted: np.ndarray) -> None:
+        """See :class:`VerifyPolicy`."""
+
+
+class AlwaysDrafts(Unmoved):
     """For policies that never save themselves the draft."""
+
+    reads_confidences = True
 
     def wants_draft(self, requests: Sequence[Hashable], max_lens: np.ndarray, other_rows: int = 0) -> bool:
         """See :class:`VerifyPolicy`."""
@@ -82,18 +104,22 @@ class StaticPolicy(AlwaysDrafts):
     P2: the lengths are ``max_lens``, which was known before anything was drafted.
     """
 
+    reads_confidences = False
+
     def plan(
         self, requests: Sequence[Hashable], c: np.ndarray | None, max_lens: np.ndarray, other_rows: int = 0
     ) -> Schedule:
         """See :class:`VerifyPolicy`."""
-        return _schedule(np.array(max_lens, dtype=np.int64), None if c is None else survival(c), int(max_lens.sum()))
+        return Schedule(max_lens, int(max_lens.sum()))
 
 
-class FixedPolicy:
+class FixedPolicy(Unmoved):
     """Verify the same number of drafts of every request, or (``None``) draft nothing at all; for measurements.
 
     P2: the lengths are a constant, or ``max_lens``, which was known before anything was drafted.
     """
+
+    reads_confidences = False
 
     def __init__(self, length: int | None) -> None:
         self.length = length
@@ -107,7 +133,7 @@ class FixedPolicy:
     ) -> Schedule:
         """See :class:`VerifyPolicy`."""
         lens = np.minimum(max_lens, self.length or 0)
-        return _schedule(lens, None if c is None else survival(c), int(lens.sum()))
+        return Schedule(lens, int(lens.sum()))
 
 
 class ThresholdPolicy(AlwaysDrafts):
@@ -127,7 +153,8 @@ class ThresholdPolicy(AlwaysDrafts):
         """See :class:`VerifyPolicy`."""
         c = _required(c)
         lens = np.minimum(threshold_lens(c, self.threshold), max_lens)
-        return _schedule(lens, survival(c), int(lens.sum()))
+        inside = np.arange(c.shape[1]) < lens[:, None]
+        return Schedule(lens, int(lens.sum()), float(len(lens) + survival(c)[inside].sum()))
 
 
 class SyncPolicy(AlwaysDrafts):
@@ -162,15 +189,18 @@ class AsyncPolicy:
     """Production form (paper section 5.2): a budget from confidences two steps old, spent on the best current drafts.
 
     The budget K is the argmax of Θ over all K, with the survivals these requests had ``lag`` steps ago (the running
-    mean for requests that had none, 1 before there is any): a search over the whole, jagged curve, ready before the
-    current drafts exist. Then the K best current drafts are verified.
+    mean for requests that had none, 1 before there is any), corrected by what was kept of such promises so far: a
+    search over the whole, jagged curve, ready before the current drafts exist. Then the K best current drafts are
+    verified.
 
     P2: K is a function of past steps only, thus a constant as far as the current drafts are concerned. For a constant
     K, taking the K best is admission in falling order of survival until K are taken, and by the argument of
     :class:`SyncPolicy` whether x_{r,k} is among them depends only on drafts admitted before it. A search over K with
     the current survivals would not be lossless, and a budget from the last step would be, but would have to wait for
-    it.
+    it. What was kept is known only when a step has ended, and moves K, never the order of admission.
     """
+
+    reads_confidences = True
 
     def __init__(self, sps: SpsTable, lag: int = ASYNC_LAG) -> None:
         if lag < 1:
@@ -178,25 +208,32 @@ class AsyncPolicy:
         self.sps = sps
         self._past: deque[dict[Hashable, np.ndarray]] = deque(maxlen=lag)
         self._usual: np.ndarray | None = None
-        self._skipped, self._patience = 0, FIRST_PATIENCE
+        self._kept = KeptShare()
+        self._skipped, self._patience, self._tries = 0, FIRST_PATIENCE, False
+        self._skipping_for: tuple[int, int] | None = None  # requests and other rows of the step skipped last
 
     def wants_draft(self, requests: Sequence[Hashable], max_lens: np.ndarray, other_rows: int = 0) -> bool:
         """Whether drafting is expected to pay, by past survivals alone; now and then it is tried all the same.
 
         P2: nothing of the current step is known yet, so a step without drafts is one whose lengths are 0 by a constant.
         """
+        shape = (len(requests), other_rows)
+        if shape != self._skipping_for and self._pays(requests, max_lens, other_rows):
+            self._skipped, self._patience, self._skipping_for, self._tries = 0, FIRST_PATIENCE, None, False
+            return True
+        self._skipping_for = shape
+        self._skipped += 1
+        self._tries = self._skipped >= self._patience
+        if self._tries:
+            self._skipped, self._patience, self._skipping_for = 0, min(2 * self._patience, MAX_PATIENCE), None
+        return self._tries
+
+    def _pays(self, requests: Sequence[Hashable], max_lens: np.ndarray, other_rows: int) -> bool:
         plain = self.sps.plain_steps_per_second(len(max_lens), other_rows)
         if plain is None or self._usual is None:
             return True
-        ranked, _ = _rank(self._known(requests, len(self._usual)), max_lens, MIN_SURVIVAL)
-        if _throughput(self.sps, len(max_lens), ranked, other_rows).max() > len(max_lens) * plain:
-            self._skipped, self._patience = 0, FIRST_PATIENCE
-            return True
-        self._skipped += 1
-        if self._skipped < self._patience:
-            return False
-        self._skipped, self._patience = 0, min(2 * self._patience, MAX_PATIENCE)
-        return True
+        theta = self._throughput(self._known(requests, len(self._usual)), max_lens, other_rows)
+        return bool(theta.max() > len(max_lens) * plain)
 
     def plan(
         self, requests: Sequence[Hashable], c: np.ndarray | None, max_lens: np.ndarray, other_rows: int = 0
@@ -204,21 +241,58 @@ class AsyncPolicy:
         """See :class:`VerifyPolicy`. Every call is one step of the history."""
         a = survival(_required(c))
         known = self._known(requests, a.shape[1]) if len(self._past) == self._past.maxlen else np.ones_like(a)
-        ranked, _ = _rank(known, max_lens, MIN_SURVIVAL)
-        budget = int(_throughput(self.sps, len(max_lens), ranked, other_rows).argmax())
+        budget = int(self._throughput(known, max_lens, other_rows).argmax())
+        if self._tries:  # it would learn nothing from a step that verifies nothing
+            budget = max(budget, len(max_lens))
         self._past.append(dict(zip(requests, a, strict=True)))
         if len(a):
             mean = a.mean(axis=0)
             self._usual = mean if self._usual is None else (1 - USUAL_SHARE) * self._usual + USUAL_SHARE * mean
         ranked, request = _rank(a, max_lens, MIN_SURVIVAL)
         lens = np.bincount(request[:budget], minlength=len(max_lens))
-        return Schedule(lens, budget, float(len(max_lens) + ranked[:budget].sum()))
+        return Schedule(lens, budget, float(len(max_lens) + ranked[:budget].sum()), a)
+
+    def landed(self, survival: np.ndarray, lens: np.ndarray, accepted: np.ndarray) -> None:
+        """See :class:`VerifyPolicy`."""
+        self._kept.add(survival, lens, accepted)
+
+    def _throughput(self, known: np.ndarray, max_lens: np.ndarray, other_rows: int) -> np.ndarray:
+        """Θ by the budget, for survivals ``known`` [R, γ]."""
+        ranked, _ = _rank(self._kept.correct(known), max_lens, MIN_SURVIVAL)
+        return _throughput(self.sps, len(max_lens), ranked, other_rows)
 
     def _known(self, requests: Sequence[Hashable], gamma: int) -> np.ndarray:
         """[R, γ] the survivals of the oldest remembered step; for requests that were not in it, what is usual, or 1."""
         past = self._past[0] if self._past else {}
         usual = np.ones(gamma) if self._usual is None else self._usual
         return np.array([past.get(key, usual) for key in requests]).reshape(len(requests), gamma)
+
+
+class KeptShare:
+    """How much of what survivals promised was kept, by place, over the last steps.
+
+    Confidences are calibrated on other texts than the one that is being written; where they promise too much, a budget
+    that trusts them verifies drafts that do not pay.
+    """
+
+    def __init__(self) -> None:
+        self._promised: np.ndarray | None = None  # [γ] sums that fade, with some kept promises to begin with
+        self._kept: np.ndarray | None = None
+
+    def add(self, survival: np.ndarray, lens: np.ndarray, accepted: np.ndarray) -> None:
+        """A step with ``survival`` [R, γ] of which ``lens`` [R] drafts were verified and ``accepted`` [R] kept."""
+        places = np.arange(survival.shape[1])
+        if self._promised is None or self._kept is None:
+            self._promised = self._kept = np.full(len(places), FIRST_PROMISES)
+        fresh = (1 - PROMISES_FADE) * FIRST_PROMISES
+        self._promised = PROMISES_FADE * self._promised + fresh + (survival * (places < lens[:, None])).sum(axis=0)
+        self._kept = PROMISES_FADE * self._kept + fresh + (places < accepted[:, None]).sum(axis=0)
+
+    def correct(self, survival: np.ndarray) -> np.ndarray:
+        """``survival`` [R, γ] as experience would have it."""
+        if self._promised is None or self._kept is None:
+            return survival
+        return np.minimum(survival * (self._kept / self._promised), 1.0)
 
 
 def make_policy(mode: str, sps: SpsTable | None = None, threshold: float | None = None) -> VerifyPolicy:
@@ -268,10 +342,3 @@ def _throughput(sps: SpsTable, num_requests: int, ranked: np.ndarray, other_rows
     tau = np.add.accumulate(tau)
     rows = np.arange(other_rows + num_requests, other_rows + num_requests + len(tau))
     return tau * sps.steps_per_second(num_requests, rows)
-
-
-def _schedule(lens: np.ndarray, a: np.ndarray | None, budget: int) -> Schedule:
-    if a is None:
-        return Schedule(lens, budget, float(len(lens)))
-    inside = np.arange(a.shape[1]) < lens[:, None]
-    return Schedule(lens, budget, float(len(lens) + a[inside].sum()))

@@ -217,6 +217,13 @@ def test_hc_post_sums_over_the_first_index(twins, num_rows, n, width):
 
 
 @pytest.mark.parametrize("num_rows,n,width", [(0, 4, 8), (1, 1, 5), (3, 2, 7), (17, 4, 16)])
+def test_hc_mean(twins, num_rows, n, width):
+    streams = random(num_rows, n, width)
+    for kernels in twins:
+        near(kernels.bind("hc_mean")(streams), streams.double().sum(1) / n)
+
+
+@pytest.mark.parametrize("num_rows,n,width", [(0, 4, 8), (1, 1, 5), (3, 2, 7), (17, 4, 16)])
 def test_hc_collapse(twins, num_rows, n, width):
     streams, fn, base = random(num_rows, n, width), random(n * width, n, seed=1), random(n, seed=2)
     flat = streams.flatten(1).double()

@@ -139,6 +139,20 @@ def _hc_collapse(streams_at, panels, base, scale, hc_eps, norm_eps, out):
         _collapse(streams[i], pre, out[i])
 
 
+@jit
+def _hc_mean(streams_at, n, out):
+    num_rows, width = out.shape
+    streams, share = floats(streams_at, (num_rows, n, width)), np.float32(1.0 / n)
+    for i in range(num_rows):
+        for j in range(width):
+            out[i, j] = streams[i, 0, j]
+        for k in range(1, n):
+            for j in range(width):
+                out[i, j] += streams[i, k, j]
+        for j in range(width):
+            out[i, j] *= share
+
+
 def bind_hc_pre(
     fn: torch.Tensor,
     base: torch.Tensor,
@@ -189,3 +203,15 @@ def bind_hc_collapse(
         return torch.from_numpy(out)
 
     return hc_collapse
+
+
+def bind_hc_mean() -> Callable[[torch.Tensor], torch.Tensor]:
+    """See :func:`..hyper_connection.hc_mean`."""
+
+    def hc_mean(streams: torch.Tensor) -> torch.Tensor:
+        streams = streams.contiguous()
+        out = np.empty((streams.shape[0], streams.shape[2]), np.float32)
+        _hc_mean(address(streams), streams.shape[1], out)
+        return torch.from_numpy(out)
+
+    return hc_mean
