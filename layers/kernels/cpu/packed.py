@@ -14,12 +14,13 @@ from .jit import floats, strict
 from .product import BYTES, LANES, make_tile
 
 WIDTH = 2 * LANES  # columns of a panel
-CACHE_LINE = 64  # bytes
+CACHE_LINE = 64  # bytes, as many as a row of a panel has
+AHEAD = 16  # rows of a panel that are under way from slower memory
 
 # Eight chains or more at a time hide the latency of a multiply-add; twelve are as many as there are registers for.
-_tile_1_4, _tile_1_2, _tile_1_1 = (make_tile(1, 2, panels) for panels in (4, 2, 1))
-_tile_2_2, _tile_2_1 = (make_tile(2, 2, panels) for panels in (2, 1))
-_tile_3_1, _tile_4_1, _tile_5_1, _tile_6_1 = (make_tile(rows, 2) for rows in (3, 4, 5, 6))
+_tile_1_4, _tile_1_2, _tile_1_1 = (make_tile(1, 2, panels, AHEAD) for panels in (4, 2, 1))
+_tile_2_2, _tile_2_1 = (make_tile(2, 2, panels, AHEAD) for panels in (2, 1))
+_tile_3_1, _tile_4_1, _tile_5_1, _tile_6_1 = (make_tile(rows, 2, 1, AHEAD) for rows in (3, 4, 5, 6))
 
 
 def pack(weight: torch.Tensor) -> np.ndarray:

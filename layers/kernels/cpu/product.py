@@ -20,12 +20,13 @@ LANES = 8  # float32 numbers in a vector
 BYTES = 4  # of a float32
 
 
-def make_tile(num_rows: int, num_vectors: int, num_panels: int = 1) -> Callable[..., None]:
+def make_tile(num_rows: int, num_vectors: int, num_panels: int = 1, ahead: int = 0) -> Callable[..., None]:
     """Code for ``num_rows`` rows by ``num_vectors`` vectors of a product, all of whose sums stay in registers.
 
     For each k it reads ``num_vectors`` vectors of the weight's row k and, of each row, one number, which is spread over
-    a vector. The same of ``num_panels`` weights, ``panel`` bytes apart, whose results lie side by side. It is written
-    in the compiler's language, since a loop over an array of sums would keep them in memory.
+    a vector. The same of ``num_panels`` weights, ``panel`` bytes apart, whose results lie side by side. Row k +
+    ``ahead`` of the weights, and at the end what lies behind them, is asked for beforehand. It is written in the
+    compiler's language, since a loop over an array of sums would keep them in memory.
     """
 
     @intrinsic
@@ -48,11 +49,20 @@ def make_tile(num_rows: int, num_vectors: int, num_panels: int = 1) -> Callable[
                 lanes = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
                 return builder.shuffle_vector(one, one, lanes)
 
+            bits = ir.IntType(32)
+            fetch = cgutils.get_or_insert_function(
+                builder.module,
+                ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), bits, bits, bits]),
+                "llvm.prefetch.p0i8",
+            )
             columns = [(p, v) for p in range(num_panels) for v in range(num_vectors)]
             starts = [builder.add(weight, builder.mul(panel, size(p))) for p in range(num_panels)]
             sums = {(r, c): cgutils.alloca_once_value(builder, zero) for r in range(num_rows) for c in columns}
             with cgutils.for_range(builder, num_in) as loop:
                 k = loop.index
+                for start in starts if ahead else ():
+                    at = pointer(start, weight_stride, builder.add(k, size(ahead)), size(0), ir.IntType(8))
+                    builder.call(fetch, [at, bits(0), bits(3), bits(1)])  # to be read, into the nearest cache, data
                 loaded = {
                     (p, v): builder.load(
                         pointer(starts[p], weight_stride, k, size(v * LANES * BYTES), vector), align=BYTES
