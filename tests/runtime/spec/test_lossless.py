@@ -11,6 +11,7 @@ import functools
 import itertools
 import json
 import pathlib
+import pickle
 
 import numpy as np
 import pytest
@@ -133,7 +134,8 @@ def confidences(toy, prefixes, drafts, peek=False):
 def speculate(toy, rule, policy, cycles=1, count=2, peek=False, limit=None):
     """[V ** count] * R the joint law of each request's first ``count`` tokens after ``cycles`` rounds.
 
-    Requests that have ``count`` tokens leave the batch; what is missing after the last round the target adds.
+    Requests that have ``count`` tokens leave the batch; what is missing after the last round the target adds. A policy
+    hears what was kept of every round.
     """
 
     @functools.cache
@@ -143,11 +145,10 @@ def speculate(toy, rule, policy, cycles=1, count=2, peek=False, limit=None):
         return emission_law(rule, p, q, drafts)
 
     def key(state):
-        past = getattr(state[1], "_past", ())
-        return state[0], tuple(tuple((r, tuple(a)) for r, a in step.items()) for step in past)
+        return state[0], pickle.dumps(state[1])
 
     states = {key(((((),) * toy.requests), policy)): (((),) * toy.requests, policy, 1.0)}
-    for _ in range(cycles):
+    for cycle in range(cycles):
         after = {}
         for prefixes, before, mass in states.values():
             live = [r for r in range(toy.requests) if len(prefixes[r]) < count]
@@ -158,13 +159,17 @@ def speculate(toy, rule, policy, cycles=1, count=2, peek=False, limit=None):
                     drawn *= np.prod([toy.q(r, prefixes[r], d[:k])[d[k]] for k in range(toy.gamma)])
                 acting = copy.deepcopy(before)
                 allowed = np.full(len(live), toy.gamma) if limit is None else np.array([limit[r] for r in live])
-                lens = acting.plan(live, confidences(toy, prefixes, drafts, peek), allowed).lens
+                schedule = acting.plan(live, confidences(toy, prefixes, drafts, peek), allowed)
+                lens, promised = schedule.lens, getattr(schedule, "survival", None)
                 options = [one(r, prefixes[r], drafts[r][:n]).items() for r, n in zip(live, lens)]
                 for picks in itertools.product(*options):
                     new, weight = list(prefixes), drawn
                     for r, (emitted, chance) in zip(live, picks):
                         new[r], weight = (prefixes[r] + emitted)[:count], weight * chance
                     state = (tuple(new), acting)
+                    if promised is not None and cycle + 1 < cycles:
+                        state = (tuple(new), copy.deepcopy(acting))
+                        state[1].landed(promised, lens, np.array([len(emitted) - 1 for emitted, _ in picks]))
                     old = after.get(key(state), (0, 0, 0.0))
                     after[key(state)] = (*state, old[2] + weight)
         states = after
@@ -188,7 +193,9 @@ def aged(seed, toy, lag=2):
     policy, rng = AsyncPolicy(jagged(seed), lag), np.random.default_rng(seed)
     for step in range(lag):
         present = list(range(toy.requests)) if step != 1 else list(range(toy.requests - 1))
-        policy.plan(present, rng.uniform(0.2, 1.0, (len(present), toy.gamma)), np.full(len(present), toy.gamma))
+        c = rng.uniform(0.2, 1.0, (len(present), toy.gamma))
+        schedule = policy.plan(present, c, np.full(len(present), toy.gamma))
+        policy.landed(schedule.survival, schedule.lens, rng.integers(0, schedule.lens + 1))
     return policy
 
 

@@ -7,7 +7,15 @@ import pathlib
 import numpy as np
 import pytest
 from dspark.runtime.spec.confidence import conditional, survival, threshold_lens
-from dspark.runtime.spec.schedule import AsyncPolicy, StaticPolicy, SyncPolicy, ThresholdPolicy, make_policy
+from dspark.runtime.spec.schedule import (
+    FIRST_PATIENCE,
+    AsyncPolicy,
+    KeptShare,
+    StaticPolicy,
+    SyncPolicy,
+    ThresholdPolicy,
+    make_policy,
+)
 from dspark.runtime.spec.sps import AdditiveTable, StaircaseTable
 
 DATA = pathlib.Path(__file__).resolve().parents[2] / "data" / "speculative"
@@ -130,6 +138,44 @@ def test_async_uses_the_confidences_of_two_steps_ago():
     assert late.plan(["a", "b"], low, full(low)).budget == 2, (
         "a new request counts as certain, up to the drop at 5 rows"
     )
+
+
+def test_async_believes_what_was_kept_rather_than_what_was_promised():
+    """Confidences of 0.9 of which nothing is kept: first fewer drafts are verified, then none are drawn; a step that
+    tries again verifies at least one draft of each request, and if those are kept, drafting goes on."""
+    table = AdditiveTable(1.0, np.array([1, 4]), np.zeros(2), np.array([1, 16]), np.array([0.0, 3.0]), np.full(2, 1.0))
+    policy, keys, c = AsyncPolicy(table), ["a", "b"], np.full((2, 4), 0.9)
+    trusting = [policy.plan(keys, c, full(c)).budget for _ in range(4)]
+    assert trusting[-1] == 8 and policy.wants_draft(keys, full(c))
+    budgets = []
+    while policy.wants_draft(keys, full(c)):
+        schedule = policy.plan(keys, c, full(c))
+        policy.landed(schedule.survival, schedule.lens, np.zeros(2, np.int64))
+        budgets.append(schedule.budget)
+        assert len(budgets) < 100
+    assert budgets == sorted(budgets, reverse=True) and budgets[0] == 8
+    waited = 1
+    while not policy.wants_draft(keys, full(c)):
+        waited += 1
+        assert waited < 100
+    assert waited == FIRST_PATIENCE - 1
+    schedule = policy.plan(keys, c, full(c))
+    assert schedule.budget >= 2 and schedule.lens.min() >= 1
+    for _ in range(60):
+        policy.landed(np.full((2, 4), 0.5), np.full(2, 4), np.full(2, 4))
+    assert policy.wants_draft(keys, full(c)) and policy.plan(keys, c, full(c)).budget == 8
+
+
+def test_corrected_survivals_stay_probabilities():
+    kept = KeptShare()
+    a = np.full((3, 2), 0.5)
+    assert np.array_equal(kept.correct(a), a)
+    for _ in range(400):
+        kept.add(a, np.array([2, 1, 0]), np.array([2, 1, 0]))
+    assert np.abs(kept.correct(a) - 1.0).max() < 0.2 and kept.correct(np.ones((1, 2))).max() == 1.0
+    for _ in range(400):
+        kept.add(a, np.array([0, 0, 0]), np.zeros(3, np.int64))
+    assert np.abs(kept.correct(a) - a).max() < 1e-6, "without news it is forgotten"
 
 
 def test_async_spends_the_budget_on_the_best_current_drafts():
