@@ -31,7 +31,7 @@ from .table import table
 from .timing import Stopwatch, alternate, one_thread, waiter
 
 NUM_WARM_TOKENS = 12
-PROFILE_STEPS = 12
+PROFILE_STEPS = 40
 
 
 class Case(NamedTuple):

@@ -29,8 +29,9 @@ MIN_SURVIVAL = 1e-6
 USUAL_SHARE = 0.1
 """Weight of the last step in the running mean of survivals that stands in for requests nothing is known about."""
 
-FIRST_PATIENCE, MAX_PATIENCE = 16, 256
-"""Steps without a draft until one is drafted to see whether it pays by now; doubled each time it does not."""
+TRY_SHARE, MAX_PATIENCE = 0.02, 512
+"""While drafting does not pay, it is tried now and then to see whether it does by now: so seldom that this costs at
+most this share of the time, and half as often whenever it did not, down to once in so many steps."""
 
 FIRST_PROMISES, PROMISES_FADE = 4.0, 0.95
 """Kept promises that every place begins with and goes back to, and how much of the experience a step leaves."""
@@ -188,10 +189,10 @@ class SyncPolicy(AlwaysDrafts):
 class AsyncPolicy:
     """Production form (paper section 5.2): a budget from confidences two steps old, spent on the best current drafts.
 
-    The budget K is the argmax of Θ over all K, with the survivals these requests had ``lag`` steps ago (the running
-    mean for requests that had none, 1 before there is any), corrected by what was kept of such promises so far: a
-    search over the whole, jagged curve, ready before the current drafts exist. Then the K best current drafts are
-    verified.
+    The budget K is the argmax of Θ over all K, with the survivals these requests had ``lag`` steps ago, or in the first
+    step if that is later (the running mean for requests that had none, 1 before there is any), corrected by what was
+    kept of such promises so far: a search over the whole, jagged curve, ready before the current drafts exist. Then the
+    K best current drafts are verified.
 
     P2: K is a function of past steps only, thus a constant as far as the current drafts are concerned. For a constant
     K, taking the K best is admission in falling order of survival until K are taken, and by the argument of
@@ -209,8 +210,9 @@ class AsyncPolicy:
         self._past: deque[dict[Hashable, np.ndarray]] = deque(maxlen=lag)
         self._usual: np.ndarray | None = None
         self._kept = KeptShare()
-        self._skipped, self._patience, self._tries = 0, FIRST_PATIENCE, False
+        self._skipped, self._failed, self._tries = 0, 0, False
         self._skipping_for: tuple[int, int] | None = None  # requests and other rows of the step skipped last
+        self._patience = 0
 
     def wants_draft(self, requests: Sequence[Hashable], max_lens: np.ndarray, other_rows: int = 0) -> bool:
         """Whether drafting is expected to pay, by past survivals alone; now and then it is tried all the same.
@@ -218,14 +220,15 @@ class AsyncPolicy:
         P2: nothing of the current step is known yet, so a step without drafts is one whose lengths are 0 by a constant.
         """
         shape = (len(requests), other_rows)
-        if shape != self._skipping_for and self._pays(requests, max_lens, other_rows):
-            self._skipped, self._patience, self._skipping_for, self._tries = 0, FIRST_PATIENCE, None, False
-            return True
-        self._skipping_for = shape
+        if shape != self._skipping_for:
+            if self._pays(requests, max_lens, other_rows):
+                self._skipped, self._failed, self._skipping_for, self._tries = 0, 0, None, False
+                return True
+            self._skipping_for, self._patience = shape, self._steps_between_tries(len(requests), other_rows)
         self._skipped += 1
         self._tries = self._skipped >= self._patience
         if self._tries:
-            self._skipped, self._patience, self._skipping_for = 0, min(2 * self._patience, MAX_PATIENCE), None
+            self._skipped, self._failed, self._skipping_for = 0, self._failed + 1, None
         return self._tries
 
     def _pays(self, requests: Sequence[Hashable], max_lens: np.ndarray, other_rows: int) -> bool:
@@ -235,12 +238,19 @@ class AsyncPolicy:
         theta = self._throughput(self._known(requests, len(self._usual)), max_lens, other_rows)
         return bool(theta.max() > len(max_lens) * plain)
 
+    def _steps_between_tries(self, num_requests: int, other_rows: int) -> int:
+        """A try verifies one draft of each request, and takes so much longer than a step that does not draft."""
+        rows = np.array([other_rows + 2 * num_requests])
+        plain = self.sps.plain_steps_per_second(num_requests, other_rows)
+        extra = plain / float(self.sps.steps_per_second(num_requests, rows)[0]) - 1.0
+        return int(min(max(extra, 0.0) / TRY_SHARE * 2**self._failed, MAX_PATIENCE)) + 1
+
     def plan(
         self, requests: Sequence[Hashable], c: np.ndarray | None, max_lens: np.ndarray, other_rows: int = 0
     ) -> Schedule:
         """See :class:`VerifyPolicy`. Every call is one step of the history."""
         a = survival(_required(c))
-        known = self._known(requests, a.shape[1]) if len(self._past) == self._past.maxlen else np.ones_like(a)
+        known = self._known(requests, a.shape[1])
         budget = int(self._throughput(known, max_lens, other_rows).argmax())
         if self._tries:  # it would learn nothing from a step that verifies nothing
             budget = max(budget, len(max_lens))

@@ -85,7 +85,8 @@ def num_tokens(gamma: int, num_steps: int) -> int:
 
 
 def measure(engine: Engine, max_running: int, gamma: int, num_steps: int) -> list[Probe]:
-    """Time steps of 1, 2, 4, .. requests with 0, 1, .. γ drafts verified of each. Collective over the job."""
+    """Time steps of 1, 2, 4, .. requests with 0, 1, .. γ drafts verified of each, and without a draft. Collective over
+    the job. These take turns, so that whatever else the machine does hits all of them."""
     numbers, vocab_size = random.Random(1), engine.model.config.vocab_size
     num_dp = engine.groups.attn_dp.size
     probes = []
@@ -99,14 +100,16 @@ def measure(engine: Engine, max_running: int, gamma: int, num_steps: int) -> lis
         ready: set[str] = set()
         while len(ready) < len(ids):
             ready |= {event.request_id for event in engine.step()}
-        for length in (None, *range(gamma + 1)):
-            engine.set_policy(FixedPolicy(length))
-            seconds = []
-            for _ in range(NUM_WARM_STEPS + num_steps):
+        policies = [FixedPolicy(length) for length in (None, *range(gamma + 1))]
+        seconds: list[list[float]] = [[] for _ in policies]
+        for _ in range(NUM_WARM_STEPS + num_steps):
+            for policy, times in zip(policies, seconds):
+                engine.set_policy(policy)
                 start = time.perf_counter()
                 engine.step()
-                seconds.append(time.perf_counter() - start)
-            median = float(np.median(seconds[NUM_WARM_STEPS:]))
+                times.append(time.perf_counter() - start)
+        for policy, times in zip(policies, seconds):
+            median, length = float(np.median(times[NUM_WARM_STEPS:])), policy.length
             probes.append(Probe(count, count * (1 + (length or 0)), median, length is not None))
         for name in ids:
             engine.abort(name)
