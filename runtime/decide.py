@@ -29,8 +29,9 @@ from .sequence import RequestState
 from .spec import device_verify
 from .spec.block_verify import verify_blocks
 from .spec.confidence import conditional
+from .spec.policy import make_policy
 from .spec.rows import BlockPlan, PackedRows
-from .spec.schedule import StaticPolicy, VerifyPolicy, make_policy
+from .spec.schedule import StaticPolicy, VerifyPolicy
 from .spec.sps import load_table
 from .spec.sts import load_temperatures
 from .spec.tree import DraftTree, trees_from_tensor, trees_to_tensor

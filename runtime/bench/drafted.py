@@ -19,7 +19,8 @@ import torch
 from ..cli import EXIT_FAILED, EXIT_OK, running
 from ..engine import Engine
 from ..progress import shown
-from ..spec.schedule import VerifyPolicy, make_policy
+from ..spec.policy import make_policy
+from ..spec.schedule import VerifyPolicy
 from ..spec.sps import SpsTable, fit_additive
 from ..verbs.profile_sps import PROMPT_TOKENS, measure, num_tokens
 from . import flags
@@ -31,7 +32,7 @@ from .table import table
 from .timing import Stopwatch, alternate, one_thread, waiter
 
 NUM_WARM_TOKENS = 12
-PROFILE_STEPS = 40
+PROFILE_STEPS = 48
 
 
 class Case(NamedTuple):

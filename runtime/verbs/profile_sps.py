@@ -32,6 +32,8 @@ from .engine_flags import add_model_flags, open_session
 
 PROMPT_TOKENS = 48
 NUM_WARM_STEPS = 2
+RUN_STEPS = 12
+"""Steps of a kind that are timed of the same requests."""
 
 
 class Probe(NamedTuple):
@@ -80,41 +82,53 @@ def run(args: argparse.Namespace) -> int:
 
 
 def num_tokens(gamma: int, num_steps: int) -> int:
-    """The most tokens that a request may get at one number of requests, so that none ends while steps are timed."""
-    return (gamma + 1) * (NUM_WARM_STEPS + num_steps) * (gamma + 3)
+    """The most tokens that a request may get, so that none ends while steps are timed."""
+    return (gamma + 1) * (NUM_WARM_STEPS + min(num_steps, RUN_STEPS)) * (gamma + 3)
 
 
 def measure(engine: Engine, max_running: int, gamma: int, num_steps: int) -> list[Probe]:
     """Time steps of 1, 2, 4, .. requests with 0, 1, .. γ drafts verified of each, and without a draft. Collective over
-    the job. These take turns, so that whatever else the machine does hits all of them."""
-    numbers, vocab_size = random.Random(1), engine.model.config.vocab_size
-    num_dp = engine.groups.attn_dp.size
-    probes = []
-    count = 1
+    the job. These take turns, so that whatever else the machine does hits all of them; and requests are new every few
+    steps, since longer ones take longer."""
+    numbers, probes, count = random.Random(1), [], 1
+    policies = [FixedPolicy(length) for length in (None, *range(gamma + 1))]
     while count <= max_running:
-        params = SamplingParams(max_new_tokens=num_tokens(gamma, num_steps), ignore_eos=True)
-        ids = [f"probe {count} {i}" for i in range(count * num_dp)]
-        for i, name in enumerate(ids):
-            prompt = tuple(numbers.randrange(vocab_size) for _ in range(PROMPT_TOKENS))
-            engine.add(Request(name, prompt, params, i))
-        ready: set[str] = set()
-        while len(ready) < len(ids):
-            ready |= {event.request_id for event in engine.step()}
-        policies = [FixedPolicy(length) for length in (None, *range(gamma + 1))]
         seconds: list[list[float]] = [[] for _ in policies]
-        for _ in range(NUM_WARM_STEPS + num_steps):
-            for policy, times in zip(policies, seconds):
-                engine.set_policy(policy)
-                start = time.perf_counter()
-                engine.step()
-                times.append(time.perf_counter() - start)
+        left = num_steps
+        while left > 0:
+            for times, more in zip(seconds, _time_run(engine, count, gamma, min(left, RUN_STEPS), policies, numbers)):
+                times += more
+            left -= RUN_STEPS
         for policy, times in zip(policies, seconds):
-            median, length = float(np.median(times[NUM_WARM_STEPS:])), policy.length
-            probes.append(Probe(count, count * (1 + (length or 0)), median, length is not None))
-        for name in ids:
-            engine.abort(name)
+            length = policy.length
+            probes.append(Probe(count, count * (1 + (length or 0)), float(np.median(times)), length is not None))
         count *= 2
     return probes
+
+
+def _time_run(
+    engine: Engine, count: int, gamma: int, num_steps: int, policies: list[FixedPolicy], numbers: random.Random
+) -> list[list[float]]:
+    """Seconds of ``num_steps`` steps of ``count`` new requests a DP rank under each of the ``policies``."""
+    params = SamplingParams(max_new_tokens=num_tokens(gamma, num_steps), ignore_eos=True)
+    ids = [f"probe {numbers.random()}" for _ in range(count * engine.groups.attn_dp.size)]
+    for i, name in enumerate(ids):
+        prompt = tuple(numbers.randrange(engine.model.config.vocab_size) for _ in range(PROMPT_TOKENS))
+        engine.add(Request(name, prompt, params, i))
+    ready: set[str] = set()
+    while len(ready) < len(ids):
+        ready |= {event.request_id for event in engine.step()}
+    seconds: list[list[float]] = [[] for _ in policies]
+    for step in range(NUM_WARM_STEPS + num_steps):
+        for policy, times in zip(policies, seconds):
+            engine.set_policy(policy)
+            start = time.perf_counter()
+            engine.step()
+            if step >= NUM_WARM_STEPS:
+                times.append(time.perf_counter() - start)
+    for name in ids:
+        engine.abort(name)
+    return seconds
 
 
 def report(args: argparse.Namespace, probes: list[Probe], measured: dict[str, object]) -> None:

@@ -15,7 +15,7 @@ from dspark.parallel.groups import Groups
 from dspark.parallel.topology import Topology
 from dspark.runtime.checkpoint import bundled_model
 from dspark.runtime.request import Request, SamplingParams
-from dspark.runtime.spec.schedule import make_policy
+from dspark.runtime.spec.policy import make_policy
 from dspark.runtime.spec.sps import StaircaseTable
 from safetensors.torch import load_file
 

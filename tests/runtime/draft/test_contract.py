@@ -20,7 +20,7 @@ from dspark.runtime.draft import drafter_class, own_draft
 from dspark.runtime.draft.none import NoDraft
 from dspark.runtime.model_config import load_model_config
 from dspark.runtime.request import Request, SamplingParams
-from dspark.runtime.spec.schedule import make_policy
+from dspark.runtime.spec.policy import make_policy
 from dspark.runtime.spec.sps import StaircaseTable
 from dspark.runtime.tokenizer import Tokenizer
 

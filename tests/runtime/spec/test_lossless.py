@@ -15,10 +15,11 @@ import pickle
 
 import numpy as np
 import pytest
+from dspark.runtime.spec.async_policy import AsyncPolicy
 from dspark.runtime.spec.block_verify import verify_blocks
 from dspark.runtime.spec.confidence import survival
 from dspark.runtime.spec.rows import PackedRows
-from dspark.runtime.spec.schedule import AsyncPolicy, StaticPolicy, SyncPolicy, ThresholdPolicy
+from dspark.runtime.spec.schedule import StaticPolicy, SyncPolicy, ThresholdPolicy
 from dspark.runtime.spec.sps import StaircaseTable
 from dspark.runtime.spec.verify import verify_tokens
 from safetensors.numpy import load_file

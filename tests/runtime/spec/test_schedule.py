@@ -6,16 +6,10 @@ import pathlib
 
 import numpy as np
 import pytest
+from dspark.runtime.spec.async_policy import ASKED_EVERY, TRY_SHARE, AsyncPolicy, Habit, KeptShare
 from dspark.runtime.spec.confidence import conditional, survival, threshold_lens
-from dspark.runtime.spec.schedule import (
-    TRY_SHARE,
-    AsyncPolicy,
-    KeptShare,
-    StaticPolicy,
-    SyncPolicy,
-    ThresholdPolicy,
-    make_policy,
-)
+from dspark.runtime.spec.policy import make_policy
+from dspark.runtime.spec.schedule import StaticPolicy, SyncPolicy, ThresholdPolicy
 from dspark.runtime.spec.sps import AdditiveTable, StaircaseTable
 
 DATA = pathlib.Path(__file__).resolve().parents[2] / "data" / "speculative"
@@ -145,29 +139,44 @@ def test_async_uses_the_confidences_of_two_steps_ago():
 
 def test_async_believes_what_was_kept_rather_than_what_was_promised():
     """Confidences of 0.9 of which nothing is kept: first fewer drafts are verified, then none are drawn; a step that
-    tries again verifies at least one draft of each request, and if those are kept, drafting goes on."""
+    tries again verifies at least one draft of each request, and once those are kept, drafting goes on."""
     table = AdditiveTable(1.0, np.array([1, 4]), np.zeros(2), np.array([1, 16]), np.array([0.0, 3.0]), np.full(2, 1.0))
     policy, keys, c = AsyncPolicy(table), ["a", "b"], np.full((2, 4), 0.9)
-    trusting = [policy.plan(keys, c, full(c)).budget for _ in range(4)]
-    assert trusting[-1] == 8 and policy.wants_draft(keys, full(c))
+    assert [policy.plan(keys, c, full(c)).budget for _ in range(4)][-1] == 8
     budgets = []
     while policy.wants_draft(keys, full(c)):
         schedule = policy.plan(keys, c, full(c))
         policy.landed(schedule.survival, schedule.lens, np.zeros(2, np.int64))
         budgets.append(schedule.budget)
-        assert len(budgets) < 100
+        assert len(budgets) < 200
     assert budgets == sorted(budgets, reverse=True) and budgets[0] == 8
     waited = 1
     while not policy.wants_draft(keys, full(c)):
         waited += 1
         assert waited < 100
-    cost = 0.6  # of a step with 4 rows, beyond that of one without drafts: 1 + 3 * 3 / 15 for 1
-    assert waited == int(cost / TRY_SHARE)
+    cost = 0.6  # a step with 4 rows takes 1 + 3 * 3 / 15 for the 1 of a step without drafts
+    assert waited == round(cost / TRY_SHARE)
     schedule = policy.plan(keys, c, full(c))
     assert schedule.budget >= 2 and schedule.lens.min() >= 1
-    for _ in range(60):
+    for _ in range(200):
         policy.landed(np.full((2, 4), 0.5), np.full(2, 4), np.full(2, 4))
     assert policy.wants_draft(keys, full(c)) and policy.plan(keys, c, full(c)).budget == 8
+
+
+def test_a_habit_is_asked_again_after_a_while_or_in_another_shape():
+    habit, asked = Habit(), []
+
+    def goes_on(shape, pays, cost=1.0):
+        return habit.goes_on(shape, lambda: asked.append(shape) or pays, lambda: cost)
+
+    assert [goes_on(1, True) for _ in range(2 * ASKED_EVERY)] == [True] * 2 * ASKED_EVERY and asked == [1, 1]
+    wait = int(1 / TRY_SHARE)
+    for times in (1, 2, 4):  # each failed try doubles the wait
+        assert [goes_on(2, False) for _ in range(times * wait)] == [False] * times * wait
+        assert not habit.is_trying and goes_on(2, False) and habit.is_trying
+    assert asked == [1, 1, 2, 2, 2]
+    assert goes_on(1, True) and not habit.is_trying
+    assert [goes_on(2, False) for _ in range(wait + 1)] == [False] * wait + [True], "what paid in between starts anew"
 
 
 def test_corrected_survivals_stay_probabilities():
@@ -177,7 +186,7 @@ def test_corrected_survivals_stay_probabilities():
     for _ in range(400):
         kept.add(a, np.array([2, 1, 0]), np.array([2, 1, 0]))
     assert np.abs(kept.correct(a) - 1.0).max() < 0.2 and kept.correct(np.ones((1, 2))).max() == 1.0
-    for _ in range(400):
+    for _ in range(1000):
         kept.add(a, np.array([0, 0, 0]), np.zeros(3, np.int64))
     assert np.abs(kept.correct(a) - a).max() < 1e-6, "without news it is forgotten"
 

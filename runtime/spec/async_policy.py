@@ -1,0 +1,173 @@
+"""The asynchronous policy: a budget from earlier steps, and whether to draft at all. See :mod:`.schedule`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+
+import numpy as np
+
+from .admission import Throughput, rank
+from .confidence import survival
+from .schedule import Schedule, required
+from .sps import SpsTable
+
+MIN_SURVIVAL = 1e-6
+"""Drafts that are less likely to survive are not worth a row, whatever the budget."""
+
+ASYNC_LAG = 2
+"""Steps between the confidences that set the budget and the step that uses it."""
+
+USUAL_STEPS = 50
+"""Drafting steps that the running mean of survivals, which says whether drafting pays, reaches back."""
+
+ASKED_EVERY = 8
+"""Steps until it is asked again whether drafting pays, while it does."""
+
+TRY_SHARE, MAX_PATIENCE = 0.05, 512
+"""While drafting does not pay, it is tried now and then to see whether it does by now: so seldom that this costs at
+most this share of the time, and half as often whenever it did not, down to once in so many steps."""
+
+FIRST_PROMISES, PROMISES_FADE = 4.0, 0.98
+"""Kept promises that every place begins with and goes back to, and how much of the experience a step leaves."""
+
+
+class AsyncPolicy:
+    """Production form (paper section 5.2): a budget from confidences two steps old, spent on the best current drafts.
+
+    The budget K is the argmax of Θ over all K, with the survivals these requests had ``lag`` steps ago, or in the first
+    step if that is later (the running mean for requests that had none, 1 before there is any), corrected by what was
+    kept of such promises so far: a search over the whole, jagged curve, ready before the current drafts exist. Then the
+    K best current drafts are verified.
+
+    Whether to draft at all is decided by what is usual. What a request's last drafts promised says how many to verify,
+    but not that it is time to stop: the next ones may be as good as most.
+
+    P2: K is a function of past steps only, thus a constant as far as the current drafts are concerned. For a constant
+    K, taking the K best is admission in falling order of survival until K are taken, and by the argument of
+    :class:`.schedule.SyncPolicy` whether x_{r,k} is among them depends only on drafts admitted before it. A search over
+    K with the current survivals would not be lossless, and a budget from the last step would be, but would have to wait
+    for it. What was kept is known only when a step has ended, and moves K, never the order of admission. A step without
+    drafts is one whose lengths are 0 by a constant.
+    """
+
+    reads_confidences = True
+
+    def __init__(self, sps: SpsTable, lag: int = ASYNC_LAG) -> None:
+        if lag < 1:
+            raise ValueError(f"the budget must come from an earlier step: the lag must be at least 1, got {lag}")
+        self._throughput = Throughput(sps)
+        self._past: deque[dict[Hashable, np.ndarray]] = deque(maxlen=lag)
+        self._usual: np.ndarray | None = None  # [γ] the running mean of all requests, over so many steps:
+        self._num_usual = 0
+        self._kept = KeptShare()
+        self._habit = Habit()
+
+    def wants_draft(self, requests: Sequence[Hashable], max_lens: np.ndarray, other_rows: int = 0) -> bool:
+        """See :class:`.schedule.VerifyPolicy`; now and then drafting is tried though it is not expected to pay."""
+        return self._habit.goes_on(
+            (len(requests), other_rows),
+            lambda: self._pays(max_lens, other_rows),
+            lambda: self._cost_of_try(len(requests), other_rows),
+        )
+
+    def _pays(self, max_lens: np.ndarray, other_rows: int) -> bool:
+        plain = self._throughput.plain(len(max_lens), other_rows)
+        if plain is None or self._usual is None:
+            return True
+        usual = np.tile(self._usual, (len(max_lens), 1))
+        return bool(self._theta(usual, max_lens, other_rows).max() > plain)
+
+    def _cost_of_try(self, num_requests: int, other_rows: int) -> float:
+        """In steps that do not draft: how much longer one takes that verifies a draft of each request."""
+        sps, rows = self._throughput.sps, np.array([other_rows + 2 * num_requests])
+        plain = sps.plain_steps_per_second(num_requests, other_rows)
+        return plain / float(sps.steps_per_second(num_requests, rows)[0]) - 1.0
+
+    def plan(
+        self, requests: Sequence[Hashable], c: np.ndarray | None, max_lens: np.ndarray, other_rows: int = 0
+    ) -> Schedule:
+        """See :class:`.schedule.VerifyPolicy`. Every call is one step of the history."""
+        a = survival(required(c))
+        known = self._known(requests, a.shape[1])
+        budget = int(self._theta(known, max_lens, other_rows).argmax())
+        if self._habit.is_trying:  # it would learn nothing from a step that verifies nothing
+            budget = max(budget, len(max_lens))
+        self._past.append(dict(zip(requests, a, strict=True)))
+        if len(a):
+            self._num_usual = min(self._num_usual + 1, USUAL_STEPS)
+            mean, usual = a.mean(axis=0), 0.0 if self._usual is None else self._usual
+            self._usual = usual + (mean - usual) / self._num_usual
+        ranked, request = rank(a, max_lens, MIN_SURVIVAL)
+        lens = np.bincount(request[:budget], minlength=len(max_lens))
+        return Schedule(lens, budget, float(len(max_lens) + ranked[:budget].sum()), a)
+
+    def landed(self, survival: np.ndarray, lens: np.ndarray, accepted: np.ndarray) -> None:
+        """See :class:`.schedule.VerifyPolicy`."""
+        self._kept.add(survival, lens, accepted)
+
+    def _theta(self, known: np.ndarray, max_lens: np.ndarray, other_rows: int) -> np.ndarray:
+        """Θ by the budget, for survivals ``known`` [R, γ]."""
+        ranked, _ = rank(self._kept.correct(known), max_lens, MIN_SURVIVAL)
+        return self._throughput.of(len(max_lens), ranked, other_rows)
+
+    def _known(self, requests: Sequence[Hashable], gamma: int) -> np.ndarray:
+        """[R, γ] the survivals of the oldest remembered step; for requests that were not in it, what is usual, or 1."""
+        past = self._past[0] if self._past else {}
+        usual = np.ones(gamma) if self._usual is None else self._usual
+        return np.array([past.get(key, usual) for key in requests]).reshape(len(requests), gamma)
+
+
+class Habit:
+    """Whether to go on drafting, or not drafting, in steps of the same shape, without asking every time."""
+
+    def __init__(self) -> None:
+        self.is_trying = False
+        """Whether the step drafts only to see whether that pays by now."""
+        self._shape: Hashable = None
+        self._drafts, self._steps, self._patience, self._failed = True, 0, 0, 0
+
+    def goes_on(self, shape: Hashable, pays: Callable[[], bool], cost_of_try: Callable[[], float]) -> bool:
+        """Whether the next step, of some ``shape``, drafts. ``pays`` says whether that is expected to pay,
+        ``cost_of_try`` what a try costs in steps that do not draft."""
+        if shape != self._shape or self._steps >= self._patience:
+            self._ask(shape, pays, cost_of_try)
+        self._steps += 1
+        self.is_trying = not self._drafts and self._steps == self._patience
+        self._failed += self.is_trying
+        return self._drafts or self.is_trying
+
+    def _ask(self, shape: Hashable, pays: Callable[[], bool], cost_of_try: Callable[[], float]) -> None:
+        self._shape, self._steps, self._drafts = shape, 0, pays()
+        if self._drafts:
+            self._failed, self._patience = 0, ASKED_EVERY
+        else:
+            wait = max(cost_of_try(), 0.0) / TRY_SHARE * 2**self._failed
+            self._patience = int(min(wait, MAX_PATIENCE)) + 1
+
+
+class KeptShare:
+    """How much of what survivals promised was kept, by place, over the last steps.
+
+    Confidences are calibrated on other texts than the one that is being written; where they promise too much, a budget
+    that trusts them verifies drafts that do not pay.
+    """
+
+    def __init__(self) -> None:
+        self._promised: np.ndarray | None = None  # [γ] sums that fade, with some kept promises to begin with
+        self._kept: np.ndarray | None = None
+
+    def add(self, survival: np.ndarray, lens: np.ndarray, accepted: np.ndarray) -> None:
+        """A step with ``survival`` [R, γ] of which ``lens`` [R] drafts were verified and ``accepted`` [R] kept."""
+        places = np.arange(survival.shape[1])
+        if self._promised is None or self._kept is None:
+            self._promised = self._kept = np.full(len(places), FIRST_PROMISES)
+        fresh = (1 - PROMISES_FADE) * FIRST_PROMISES
+        self._promised = PROMISES_FADE * self._promised + fresh + (survival * (places < lens[:, None])).sum(axis=0)
+        self._kept = PROMISES_FADE * self._kept + fresh + (places < accepted[:, None]).sum(axis=0)
+
+    def correct(self, survival: np.ndarray) -> np.ndarray:
+        """``survival`` [R, γ] as experience would have it."""
+        if self._promised is None or self._kept is None:
+            return survival
+        return np.minimum(survival * (self._kept / self._promised), 1.0)
