@@ -13,16 +13,36 @@ MAX_CURVES = 4096
 def rank(a: np.ndarray, max_lens: np.ndarray, floor: float) -> tuple[np.ndarray, np.ndarray]:
     """Candidates by falling survival, then place, then request: their survivals and their requests.
 
-    A candidate is a draft within ``max_lens`` whose survival is above 0 and at least ``floor``.
+    A candidate is a draft within ``max_lens`` whose survival, ``a`` [R, γ], is above 0 and at least ``floor``.
     """
-    num_requests, gamma = a.shape
-    flat = a.T.ravel()
-    if int(max_lens.min(initial=gamma)) < gamma:
-        flat = np.where((np.arange(gamma)[:, None] < max_lens).ravel(), flat, 0.0)
+    num_requests = len(a)
+    if num_requests == 1:  # survivals fall along a block
+        ranked = a[0, : max_lens[0]]
+        ranked = ranked[: _num_candidates(ranked, floor)]
+        return ranked, np.zeros(len(ranked), np.int64)
+    flat = _within(a, max_lens)
     order = (-flat).argsort(kind="stable")
     ranked = flat[order]
-    count = int(np.searchsorted(-ranked, -floor, side="right" if floor > 0 else "left"))
+    count = _num_candidates(ranked, floor)
     return ranked[:count], order[:count] % num_requests if num_requests else order[:count]
+
+
+def rank_alone(a: np.ndarray, max_lens: np.ndarray, floor: float) -> np.ndarray:
+    """The survivals of :func:`rank` alone, for ``a`` that need not fall along a block."""
+    ranked = -np.sort(-_within(a, max_lens))
+    return ranked[: _num_candidates(ranked, floor)]
+
+
+def _within(a: np.ndarray, max_lens: np.ndarray) -> np.ndarray:
+    """Place by place the survivals ``a`` of all requests, 0 where a draft is not within ``max_lens``."""
+    flat, gamma = a.T.ravel(), a.shape[1]
+    if int(max_lens.min(initial=gamma)) < gamma:
+        flat = np.where((np.arange(gamma)[:, None] < max_lens).ravel(), flat, 0.0)
+    return flat
+
+
+def _num_candidates(ranked: np.ndarray, floor: float) -> int:
+    return int(np.count_nonzero(ranked >= floor if floor > 0 else ranked > 0))
 
 
 class Throughput:

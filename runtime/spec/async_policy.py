@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 
-from .admission import Throughput, rank
+from .admission import Throughput, rank, rank_alone
 from .confidence import survival
 from .schedule import Schedule, required
 from .sps import SpsTable
@@ -96,7 +96,7 @@ class AsyncPolicy:
         self._past.append(dict(zip(requests, a, strict=True)))
         if len(a):
             self._num_usual = min(self._num_usual + 1, USUAL_STEPS)
-            mean, usual = a.mean(axis=0), 0.0 if self._usual is None else self._usual
+            mean, usual = np.add.reduce(a) / len(a), 0.0 if self._usual is None else self._usual
             self._usual = usual + (mean - usual) / self._num_usual
         ranked, request = rank(a, max_lens, MIN_SURVIVAL)
         lens = np.bincount(request[:budget], minlength=len(max_lens))
@@ -108,7 +108,7 @@ class AsyncPolicy:
 
     def _theta(self, known: np.ndarray, max_lens: np.ndarray, other_rows: int) -> np.ndarray:
         """Θ by the budget, for survivals ``known`` [R, γ]."""
-        ranked, _ = rank(self._kept.correct(known), max_lens, MIN_SURVIVAL)
+        ranked = rank_alone(self._kept.correct(known), max_lens, MIN_SURVIVAL)
         return self._throughput.of(len(max_lens), ranked, other_rows)
 
     def _known(self, requests: Sequence[Hashable], gamma: int) -> np.ndarray:
@@ -156,18 +156,19 @@ class KeptShare:
     def __init__(self) -> None:
         self._promised: np.ndarray | None = None  # [γ] sums that fade, with some kept promises to begin with
         self._kept: np.ndarray | None = None
+        self._share: np.ndarray | None = None  # of the one in the other
 
     def add(self, survival: np.ndarray, lens: np.ndarray, accepted: np.ndarray) -> None:
         """A step with ``survival`` [R, γ] of which ``lens`` [R] drafts were verified and ``accepted`` [R] kept."""
         places = np.arange(survival.shape[1])
-        if self._promised is None or self._kept is None:
+        if self._share is None:
             self._promised = self._kept = np.full(len(places), FIRST_PROMISES)
         fresh = (1 - PROMISES_FADE) * FIRST_PROMISES
-        self._promised = PROMISES_FADE * self._promised + fresh + (survival * (places < lens[:, None])).sum(axis=0)
-        self._kept = PROMISES_FADE * self._kept + fresh + (places < accepted[:, None]).sum(axis=0)
+        promised, kept = (survival * (places < lens[:, None])).sum(axis=0), (places < accepted[:, None]).sum(axis=0)
+        self._promised = PROMISES_FADE * self._promised + promised + fresh
+        self._kept = PROMISES_FADE * self._kept + kept + fresh
+        self._share = self._kept / self._promised
 
     def correct(self, survival: np.ndarray) -> np.ndarray:
         """``survival`` [R, γ] as experience would have it."""
-        if self._promised is None or self._kept is None:
-            return survival
-        return np.minimum(survival * (self._kept / self._promised), 1.0)
+        return survival if self._share is None else np.minimum(survival * self._share, 1.0)
