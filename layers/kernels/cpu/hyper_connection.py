@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numba
 import numpy as np
 import torch
 
@@ -13,14 +12,13 @@ from .exp import exp, sigmoid
 from .jit import address, floats, jit
 from .norm_rope import inverse_rms
 from .packed import pack, packed_product
+from .product import LANES, spot
+from .sinkhorn import balance_lanes
 
 
-@numba.njit(inline="always")
+@jit
 def _sinkhorn(comb, n, num_iters, eps):
-    """In place on one [n, n] matrix; see :func:`..hyper_connection.sinkhorn`.
-
-    Inlined, so that a caller who knows n gets code without loops, the whole matrix in registers.
-    """
+    """In place on one [n, n] matrix; see :func:`..hyper_connection.sinkhorn`."""
     one = np.float32(1)
     for a in range(n):
         top, total = comb[a, 0], np.float32(0)
@@ -50,12 +48,39 @@ def _sinkhorn(comb, n, num_iters, eps):
 
 
 @jit
-def _balance(comb, num_iters, eps):
-    """Sinkhorn on one matrix, with the usual number of streams known to the compiler."""
-    if comb.shape[0] == 4:
-        _sinkhorn(comb, 4, num_iters, eps)
-    else:
-        _sinkhorn(comb, comb.shape[0], num_iters, eps)
+def _gates(mixes, first, count, base, scale, hc_eps, num_iters, lanes, post, comb):
+    """Of ``count`` rows from ``first`` on, four streams each, a row to a lane: ``post`` and ``comb``, and in the first
+    four of ``lanes`` [26, LANES] what the streams are read with; the others are scratch."""
+    for lane in range(count):
+        for k in range(24):
+            lanes[k, lane] = mixes[first + lane, k]
+    top, total = lanes[24], lanes[25]
+    for k in range(4):
+        for lane in range(LANES):
+            lanes[k, lane] = sigmoid(lanes[k, lane] * scale[0] + base[k]) + hc_eps
+        for lane in range(LANES):
+            lanes[4 + k, lane] = np.float32(2) * sigmoid(lanes[4 + k, lane] * scale[1] + base[4 + k])
+    for k in range(8, 24):
+        for lane in range(LANES):
+            lanes[k, lane] = lanes[k, lane] * scale[2] + base[k]
+    for a in range(8, 24, 4):
+        for lane in range(LANES):
+            top[lane] = max(max(lanes[a, lane], lanes[a + 1, lane]), max(lanes[a + 2, lane], lanes[a + 3, lane]))
+        for b in range(a, a + 4):
+            for lane in range(LANES):
+                lanes[b, lane] = exp(lanes[b, lane] - top[lane])
+        for lane in range(LANES):
+            total[lane] = (lanes[a, lane] + lanes[a + 1, lane]) + (lanes[a + 2, lane] + lanes[a + 3, lane])
+        for b in range(a, a + 4):
+            for lane in range(LANES):
+                lanes[b, lane] = lanes[b, lane] / total[lane] + hc_eps
+    balance_lanes(spot(lanes, 8, 0), num_iters, hc_eps)
+    for lane in range(count):
+        for k in range(4):
+            post[first + lane, k] = lanes[4 + k, lane]
+        for a in range(4):
+            for b in range(4):
+                comb[first + lane, a, b] = lanes[8 + 4 * a + b, lane]
 
 
 @jit
@@ -81,29 +106,42 @@ def _mix(flat, panels, num_mixes, norm_eps):
 
 
 @jit
+def _row_gates(mix, n, base, scale, hc_eps, num_iters, constrained, pre, post, comb):
+    """The same of one row and any number of streams ``n``, or unconstrained: ``pre`` [n], ``post`` [n], ``comb``."""
+    for j in range(n):
+        if constrained:
+            pre[j] = sigmoid(mix[j] * scale[0] + base[j]) + hc_eps
+            post[j] = np.float32(2) * sigmoid(mix[n + j] * scale[1] + base[n + j])
+        else:
+            pre[j] = np.tanh(mix[j]) * scale[0] + base[j]
+            post[j] = np.tanh(mix[n + j]) * scale[1] + base[n + j]
+    for a in range(n):
+        for b in range(n):
+            k = 2 * n + a * n + b
+            if constrained:
+                comb[a, b] = mix[k] * scale[2] + base[k]
+            else:
+                comb[a, b] = np.tanh(mix[k]) * scale[2] + base[k]
+    if constrained:
+        _sinkhorn(comb, n, num_iters, hc_eps)
+
+
+@jit
 def _hc_pre(streams_at, panels, base, scale, norm_weight, hc_eps, norm_eps, num_iters, constrained, x, post, comb):
     num_rows, n, width = comb.shape[0], comb.shape[1], x.shape[1]
     streams = floats(streams_at, (num_rows, n, width))
     mixes = _mix(floats(streams_at, (num_rows, n * width)), panels, base.shape[0], norm_eps)
-    pre = np.empty(n, np.float32)
+    in_lanes = constrained and n == 4
+    lanes, pre = np.zeros((26, LANES), np.float32), np.empty(n, np.float32)
     for i in range(num_rows):
-        mix = mixes[i]
-        for j in range(n):
-            if constrained:
-                pre[j] = sigmoid(mix[j] * scale[0] + base[j]) + hc_eps
-                post[i, j] = np.float32(2) * sigmoid(mix[n + j] * scale[1] + base[n + j])
-            else:
-                pre[j] = np.tanh(mix[j]) * scale[0] + base[j]
-                post[i, j] = np.tanh(mix[n + j]) * scale[1] + base[n + j]
-        for a in range(n):
-            for b in range(n):
-                k = 2 * n + a * n + b
-                if constrained:
-                    comb[i, a, b] = mix[k] * scale[2] + base[k]
-                else:
-                    comb[i, a, b] = np.tanh(mix[k]) * scale[2] + base[k]
-        if constrained:
-            _balance(comb[i], num_iters, hc_eps)
+        if in_lanes:
+            if i % LANES == 0:
+                count = min(LANES, num_rows - i)
+                _gates(mixes, i, count, base, scale, hc_eps, num_iters, lanes, post, comb)
+            for j in range(n):
+                pre[j] = lanes[j, i % LANES]
+        else:
+            _row_gates(mixes[i], n, base, scale, hc_eps, num_iters, constrained, pre, post[i], comb[i])
         _collapse(streams[i], pre, x[i])
         norm = inverse_rms(x[i], norm_eps)
         for d in range(width):
