@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -291,11 +292,16 @@ class Engine:
         nothing = Drafted.nothing(len(states), gamma)
         if gamma == 0:
             return nothing
-        # A block of n drafts may emit n + 1 tokens.
-        limits = [min(gamma, state.num_left - 1) for state in states]
-        max_lens = np.array(limits, dtype=np.int64)
         other_rows = sum(chunk.num_tokens for chunk in plan.chunks)
-        drafting = states if any(limits) and self._wants_draft(states, max_lens, other_rows) else []
+
+        def limits() -> np.ndarray:
+            """Of each request the most drafts that are of use: a block of n may emit n + 1 tokens."""
+            return np.array([min(gamma, state.num_left - 1) for state in states], dtype=np.int64)
+
+        drafting, max_lens = [], None
+        if states and self._wants_draft(len(states), limits, other_rows):
+            max_lens = limits()
+            drafting = states if any(max_lens.tolist()) else []
         others = self._agreement.numbers(len(drafting))
         if not sum(others):
             return nothing
@@ -334,15 +340,14 @@ class Engine:
         message = broadcast(message, self.groups.pp, self._link.num_stages - 1)
         return decided or Drafted.from_tensor(message, of_trees=tree is not None)
 
-    def _wants_draft(self, states: list[RequestState], max_lens: np.ndarray, other_rows: int) -> bool:
+    def _wants_draft(self, num_requests: int, max_lens: Callable[[], np.ndarray], other_rows: int) -> bool:
         """Whether the policy drafts in this step; the same on every rank of the block. Collective over the block and
         the pipeline where the policy may say no."""
         if not self._may_skip_drafts:
             return True
         wish = False
         if self._decider:
-            ids = [state.request.request_id for state in states]
-            wish = self._decider.policy.wants_draft(ids, max_lens, other_rows)
+            wish = self._decider.policy.wants_draft(num_requests, max_lens, other_rows)
             if self._decides_alone:
                 return wish
         message = torch.tensor([wish], dtype=torch.int64, device=self._device)

@@ -35,8 +35,9 @@ from ..models.staged import dispatcher_for
 from ..step import Step
 from .base import DraftNoise, DraftRequests, DraftRoom, PlainDraft
 
-MAX_PENDING = 32
-"""Steps without a draft that are taken in together: while drafting does not pay, it shall cost next to nothing."""
+MAX_PENDING = 2048
+"""Rows of steps without a draft that are taken in together: while drafting does not pay, it shall cost next to nothing.
+Of each request only those in the window count by then."""
 
 
 def is_plain(step: Step) -> bool:
@@ -89,7 +90,7 @@ class DSparkDrafter(PlainDraft):
         ]
         self._store = kernels.bind("store_rows")
         self._pending: list[tuple[torch.Tensor, np.ndarray]] = []  # taps and key rows of plain steps
-        self._max_pending = min(MAX_PENDING, attention.window)  # so that no two rows share a place in the ring
+        self._num_pending, self._window = 0, attention.window
         last = stages[-1]
         self._hyper_head = HyperHead(last, "hc_head", hyper_sizes(config), kernels)
         self._norm = RMSNorm(last, "norm", config.rms_norm_eps, kernels)
@@ -139,18 +140,27 @@ class DSparkDrafter(PlainDraft):
     def observe(self, taps: torch.Tensor, step: Step) -> None:
         """See :meth:`.base.Drafter.observe`."""
         taps, plan = step.plan.gather(taps), step.plan
-        if is_plain(step) and len(self._pending) < self._max_pending:
-            self._pending.append((taps, plan.host.keys))
+        if not is_plain(step):
+            self.settle()
+            self._take_in(taps, plan.of_keys())
             return
-        self.settle()
-        self._take_in(taps, plan.of_keys())
+        self._pending.append((taps, plan.host.keys))
+        self._num_pending += len(taps)
+        if self._num_pending > MAX_PENDING:
+            self.settle()
 
     def settle(self) -> None:
         """See :meth:`.base.Drafter.settle`."""
-        if self._pending:
-            taps, keys = zip(*self._pending)
-            self._pending.clear()
-            self._take_in(torch.cat(taps), build_plan(np.concatenate(keys, axis=1), self._cache.page_table, ()))
+        if not self._pending:
+            return
+        all_taps, all_keys = zip(*self._pending)
+        taps, keys = torch.cat(all_taps), np.concatenate(all_keys, axis=1)
+        self._pending.clear()
+        self._num_pending = 0
+        last = np.zeros(self._cache.page_table.shape[0], np.int64)
+        np.maximum.at(last, keys[1], keys[0])
+        seen = np.flatnonzero(keys[0] > last[keys[1]] - self._window)
+        self._take_in(taps[torch.from_numpy(seen)], build_plan(keys[:, seen], self._cache.page_table, ()))
 
     def _take_in(self, taps: torch.Tensor, plan: AttentionPlan) -> None:
         context = self._main_norm(self._main_proj(taps))

@@ -63,12 +63,12 @@ class AsyncPolicy:
         self._kept = KeptShare()
         self._habit = Habit()
 
-    def wants_draft(self, requests: Sequence[Hashable], max_lens: np.ndarray, other_rows: int = 0) -> bool:
+    def wants_draft(self, num_requests: int, max_lens: Callable[[], np.ndarray], other_rows: int = 0) -> bool:
         """See :class:`.schedule.VerifyPolicy`; now and then drafting is tried though it is not expected to pay."""
         return self._habit.goes_on(
-            (len(requests), other_rows),
-            lambda: self._pays(max_lens, other_rows),
-            lambda: self._cost_of_try(len(requests), other_rows),
+            (num_requests, other_rows),
+            lambda: self._pays(max_lens(), other_rows),
+            lambda: self._cost_of_try(num_requests, other_rows),
         )
 
     def _pays(self, max_lens: np.ndarray, other_rows: int) -> bool:

@@ -12,7 +12,7 @@ The asynchronous one is in :mod:`.async_policy`.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -42,8 +42,11 @@ class VerifyPolicy(Protocol):
     reads_confidences: ClassVar[bool]
     """Whether :meth:`plan` looks at confidences; else it may be given ``None``."""
 
-    def wants_draft(self, requests: Sequence[Hashable], max_lens: np.ndarray, other_rows: int = 0) -> bool:
-        """Whether a step is worth drafting for at all; asked before anything is drafted. Arguments as ``plan``."""
+    def wants_draft(self, num_requests: int, max_lens: Callable[[], np.ndarray], other_rows: int = 0) -> bool:
+        """Whether a step of R requests is worth drafting for at all; asked before anything is drafted.
+
+        ``max_lens`` and ``other_rows`` as in :meth:`plan`, the former only when called for.
+        """
         ...
 
     def plan(
@@ -76,7 +79,7 @@ class AlwaysDrafts(Unmoved):
 
     reads_confidences = True
 
-    def wants_draft(self, requests: Sequence[Hashable], max_lens: np.ndarray, other_rows: int = 0) -> bool:
+    def wants_draft(self, num_requests: int, max_lens: Callable[[], np.ndarray], other_rows: int = 0) -> bool:
         """See :class:`VerifyPolicy`."""
         return True
 
@@ -107,7 +110,7 @@ class FixedPolicy(Unmoved):
     def __init__(self, length: int | None) -> None:
         self.length = length
 
-    def wants_draft(self, requests: Sequence[Hashable], max_lens: np.ndarray, other_rows: int = 0) -> bool:
+    def wants_draft(self, num_requests: int, max_lens: Callable[[], np.ndarray], other_rows: int = 0) -> bool:
         """See :class:`VerifyPolicy`."""
         return self.length is not None
 

@@ -32,6 +32,12 @@ class SpecStats:
 
         Behind a stop (``emitted <= accepted``) nothing was judged, so a cut block does not lower acceptance.
         """
+        if not verified and emitted == 1:  # as in every step where nothing is drafted
+            self.verify_ct += 1
+            self.emitted += 1
+            self.drafted += drafted
+            self.histogram[0] += 1
+            return
         assert 0 <= accepted <= verified <= drafted and accepted <= self.gamma and 1 <= emitted <= accepted + 1
         self.verify_ct += 1
         self.emitted += emitted

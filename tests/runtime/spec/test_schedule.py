@@ -144,14 +144,14 @@ def test_async_believes_what_was_kept_rather_than_what_was_promised():
     policy, keys, c = AsyncPolicy(table), ["a", "b"], np.full((2, 4), 0.9)
     assert [policy.plan(keys, c, full(c)).budget for _ in range(4)][-1] == 8
     budgets = []
-    while policy.wants_draft(keys, full(c)):
+    while policy.wants_draft(2, lambda: full(c)):
         schedule = policy.plan(keys, c, full(c))
         policy.landed(schedule.survival, schedule.lens, np.zeros(2, np.int64))
         budgets.append(schedule.budget)
         assert len(budgets) < 200
     assert budgets == sorted(budgets, reverse=True) and budgets[0] == 8
     waited = 1
-    while not policy.wants_draft(keys, full(c)):
+    while not policy.wants_draft(2, lambda: full(c)):
         waited += 1
         assert waited < 100
     cost = 0.6  # a step with 4 rows takes 1 + 3 * 3 / 15 for the 1 of a step without drafts
@@ -160,7 +160,7 @@ def test_async_believes_what_was_kept_rather_than_what_was_promised():
     assert schedule.budget >= 2 and schedule.lens.min() >= 1
     for _ in range(200):
         policy.landed(np.full((2, 4), 0.5), np.full(2, 4), np.full(2, 4))
-    assert policy.wants_draft(keys, full(c)) and policy.plan(keys, c, full(c)).budget == 8
+    assert policy.wants_draft(2, lambda: full(c)) and policy.plan(keys, c, full(c)).budget == 8
 
 
 def test_a_habit_is_asked_again_after_a_while_or_in_another_shape():
