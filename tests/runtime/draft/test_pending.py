@@ -80,7 +80,7 @@ def test_what_is_pending_is_in_the_rings_before_they_are_copied(num_slots, num_f
         while emitted["first"] < 20:
             step()
         engine.add(Request("second", prompt, SamplingParams(max_new_tokens=100, ignore_eos=True)))
-        while emitted["second"] < 15:
+        while emitted["second"] < 1:
             step()
         engine.set_policy(FixedPolicy(3))
         for _ in range(4):
