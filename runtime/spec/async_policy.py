@@ -22,7 +22,7 @@ USUAL_STEPS = 50
 """Drafting steps that the running mean of survivals, which says whether drafting pays, reaches back."""
 
 ASKED_EVERY = 8
-"""Steps until it is asked again whether drafting pays, while it does."""
+"""Steps until it is asked again whether drafting pays, while it does; and until what was kept is summed up."""
 
 TRY_SHARE, MAX_PATIENCE = 0.05, 512
 """While drafting does not pay, it is tried now and then to see whether it does by now: so seldom that this costs at
@@ -154,20 +154,25 @@ class KeptShare:
     """
 
     def __init__(self) -> None:
-        self._promised: np.ndarray | None = None  # [γ] sums that fade, with some kept promises to begin with
-        self._kept: np.ndarray | None = None
+        self._news: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self._sums: np.ndarray | None = None  # [2, γ] promised and kept, which fade, with some kept promises at first
         self._share: np.ndarray | None = None  # of the one in the other
 
     def add(self, survival: np.ndarray, lens: np.ndarray, accepted: np.ndarray) -> None:
         """A step with ``survival`` [R, γ] of which ``lens`` [R] drafts were verified and ``accepted`` [R] kept."""
+        self._news.append((survival, lens, accepted))
+        if self._share is None or len(self._news) == ASKED_EVERY:
+            self._sum_up()
+
+    def _sum_up(self) -> None:
+        fade = PROMISES_FADE ** len(self._news)
+        survival, lens, accepted = map(np.concatenate, zip(*self._news))
+        self._news.clear()
         places = np.arange(survival.shape[1])
-        if self._share is None:
-            self._promised = self._kept = np.full(len(places), FIRST_PROMISES)
-        fresh = (1 - PROMISES_FADE) * FIRST_PROMISES
-        promised, kept = (survival * (places < lens[:, None])).sum(axis=0), (places < accepted[:, None]).sum(axis=0)
-        self._promised = PROMISES_FADE * self._promised + promised + fresh
-        self._kept = PROMISES_FADE * self._kept + kept + fresh
-        self._share = self._kept / self._promised
+        sums = np.full((2, len(places)), FIRST_PROMISES) if self._sums is None else self._sums
+        fresh = [(survival * (places < lens[:, None])).sum(axis=0), (places < accepted[:, None]).sum(axis=0)]
+        self._sums = fade * sums + (1 - fade) * FIRST_PROMISES + fresh
+        self._share = self._sums[1] / self._sums[0]
 
     def correct(self, survival: np.ndarray) -> np.ndarray:
         """``survival`` [R, γ] as experience would have it."""
