@@ -24,7 +24,7 @@ USUAL_STEPS = 50
 ASKED_EVERY = 8
 """Steps until it is asked again whether drafting pays, while it does; and until what was kept is summed up."""
 
-TRY_SHARE, MAX_PATIENCE = 0.05, 512
+TRY_SHARE, MAX_PATIENCE = 0.02, 512
 """While drafting does not pay, it is tried now and then to see whether it does by now: so seldom that this costs at
 most this share of the time, and half as often whenever it did not, down to once in so many steps."""
 

@@ -32,16 +32,17 @@ def test_the_bundled_model(capsys):
     assert report["parameters"]["target"] == sum(report["parameters"]["by_part"].values()) == 2_480_589
     idle = report["parameters"]["by_part"]["routed experts"] * 14 // 16 + 1535 * 128
     assert report["parameters"]["target_per_token"] == 2_480_589 - idle
-    assert report["draft"]["block_size"] == 7 and report["draft"]["target_layer_ids"] == [3]
+    assert report["draft"]["block_size"] == 7 and report["draft"]["target_layer_ids"] == [2, 3]
     target = [row for row in report["formats"] if row["role"] == "target"]
     assert sum(row["tensors"] for row in target) == 306
     assert sum(row["bytes"] for row in target) == 4 * 2_480_589 + 8 * 1536 * 2
     memory = report["memory"]
     # Two CSA layers at ratio 4 and one HCA layer at ratio 16, head_dim 32, index_head_dim 32.
     assert memory["cache_per_token"] == 4 * (2 * (32 + 32) / 4 + 32 / 16)
-    # Rings reach max_verify rows further than their readers; the draft has one sliding ring of its own, for two blocks.
+    # Rings reach max_verify rows further than their readers; the draft has a sliding ring for each of its two
+    # stages, for two blocks.
     assert memory["max_verify"] == 8
-    rings = 4 * (64 + 8) * 32 + 2 * (2 * 4 + 8) * 4 * (32 + 32) + (16 + 8) * 2 * 32 + (64 + 16) * 32
+    rings = 4 * (64 + 8) * 32 + 2 * (2 * 4 + 8) * 4 * (32 + 32) + (16 + 8) * 2 * 32 + 2 * (64 + 16) * 32
     assert memory["cache_per_request"] == 4 * rings
     for rank in memory["ranks"]:
         assert rank["cache"] == 3 * (4 * rings + 1024 * memory["cache_per_token"])  # 4 pages of 256 tokens
