@@ -15,10 +15,7 @@ import torch
 
 from .draft_heads import ConfidenceHead, MarkovHead
 from .kernels import Kernels
-from .kernels.draft import MIN_TEMPERATURE
-
-MAX_TABLE_BYTES = 32 << 20
-"""The largest table of biases [V, V] that is made; beyond it, reading its rows is no faster than the product."""
+from .kernels.draft import MAX_TABLE_BYTES, MIN_TEMPERATURE
 
 
 class HostDraftBlock(NamedTuple):

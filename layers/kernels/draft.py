@@ -11,6 +11,9 @@ from .rejection import draw
 MIN_TEMPERATURE = 1e-30
 """Below it the law is the same, all mass on the highest logit, but its reciprocal overflows float32."""
 
+MAX_TABLE_BYTES = 32 << 20
+"""The largest table of all biases [V, V] that is made; beyond it, reading its rows is no faster than the product."""
+
 
 class Drawn(NamedTuple):
     """``tokens`` int64 [B, γ] and ``probs`` float64 [B, γ, V], the laws they were drawn from."""

@@ -7,11 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from ..draft import MAX_TABLE_BYTES
 from .jit import address, floats, jit, largest
 from .packed import pack, packed_product
-
-MAX_TABLE_BYTES = 32 << 20
-"""The largest table of all biases [V, V] that is made; beyond it, reading its rows is no faster than the product."""
 
 
 @jit

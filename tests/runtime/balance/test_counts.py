@@ -66,7 +66,7 @@ def test_every_row_is_counted_once(run_ranks, placed, tmp_path, dispatcher, topo
             assert np.array_equal(found, window.load[layer])
         assert (window.physical.sum(1) <= window.load.sum(1)).all()
     draft = read_windows(tmp_path / "draft.npz")
-    assert draft[0].load.shape == (1, 8) and len(draft) == len(windows)
+    assert draft[0].load.shape == (2, 8) and len(draft) == len(windows)
     assert sum(window.load.sum() for window in draft) > 0
     assert not list(tmp_path.glob(".*part*"))
 
