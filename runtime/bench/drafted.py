@@ -65,7 +65,7 @@ class Figures(NamedTuple):
 def run(args: argparse.Namespace) -> int:
     """Measure and print; raises ``ValueError`` for a checkpoint without the draft and for prompts that do not fit."""
     most = max(args.batch)
-    longest = max(args.new_tokens + 512, PROMPT_TOKENS + num_tokens(args.gamma or 16, PROFILE_STEPS))
+    longest = max(args.new_tokens + 512, PROMPT_TOKENS + num_tokens(args.gamma or 16, PROFILE_STEPS, 1))
     sizes = {"max_running": most, "chunk_size": 4096, "draft": args.draft, "gamma": args.gamma}
     _, config = flags.model_of(args)
     sizes["max_context"] = min(longest, config.max_position_embeddings)

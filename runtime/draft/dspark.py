@@ -144,7 +144,8 @@ class DSparkDrafter(PlainDraft):
             self.settle()
             self._take_in(taps, plan.of_keys())
             return
-        self._pending.append((taps, plan.host.keys))
+        if len(taps):
+            self._pending.append((taps, plan.host.keys))
         self._num_pending += len(taps)
         if self._num_pending > MAX_PENDING:
             self.settle()

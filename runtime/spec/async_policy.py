@@ -9,6 +9,8 @@ import numpy as np
 
 from .admission import Throughput, rank, rank_alone
 from .confidence import survival
+from .habit import Habit
+from .kept_share import KeptShare
 from .schedule import Schedule, required
 from .sps import SpsTable
 
@@ -16,24 +18,14 @@ MIN_SURVIVAL = 1e-6
 """Drafts that are less likely to survive are not worth a row, whatever the budget."""
 
 ASYNC_LAG = 2
-"""Steps between the confidences that set the budget and the step that uses it."""
+"""Steps between the confidences that set the budget and the step that uses it; in the second step of all, one."""
 
 USUAL_STEPS = 50
 """Drafting steps that the running mean of survivals, which says whether drafting pays, reaches back."""
 
-ASKED_EVERY = 8
-"""Steps until it is asked again whether drafting pays, while it does; and until what was kept is summed up."""
-
-TRY_SHARE, MAX_PATIENCE = 0.02, 512
-"""While drafting does not pay, it is tried now and then to see whether it does by now: so seldom that this costs at
-most this share of the time, and half as often whenever it did not, down to once in so many steps."""
-
-FIRST_PROMISES, PROMISES_FADE = 4.0, 0.98
-"""Kept promises that every place begins with and goes back to, and how much of the experience a step leaves."""
-
 
 class AsyncPolicy:
-    """Production form (paper section 5.2): a budget from confidences two steps old, spent on the best current drafts.
+    """Production form (paper section 5.2): a budget from earlier confidences, spent on the best current drafts.
 
     The budget K is the argmax of Θ over all K, with the survivals these requests had ``lag`` steps ago, or in the first
     step if that is later (the running mean for requests that had none, 1 before there is any), corrected by what was
@@ -116,64 +108,3 @@ class AsyncPolicy:
         past = self._past[0] if self._past else {}
         usual = np.ones(gamma) if self._usual is None else self._usual
         return np.array([past.get(key, usual) for key in requests]).reshape(len(requests), gamma)
-
-
-class Habit:
-    """Whether to go on drafting, or not drafting, in steps of the same shape, without asking every time."""
-
-    def __init__(self) -> None:
-        self.is_trying = False
-        """Whether the step drafts only to see whether that pays by now."""
-        self._shape: Hashable = None
-        self._drafts, self._steps, self._patience, self._failed = True, 0, 0, 0
-
-    def goes_on(self, shape: Hashable, pays: Callable[[], bool], cost_of_try: Callable[[], float]) -> bool:
-        """Whether the next step, of some ``shape``, drafts. ``pays`` says whether that is expected to pay,
-        ``cost_of_try`` what a try costs in steps that do not draft."""
-        if shape != self._shape or self._steps >= self._patience:
-            self._ask(shape, pays, cost_of_try)
-        self._steps += 1
-        self.is_trying = not self._drafts and self._steps == self._patience
-        self._failed += self.is_trying
-        return self._drafts or self.is_trying
-
-    def _ask(self, shape: Hashable, pays: Callable[[], bool], cost_of_try: Callable[[], float]) -> None:
-        self._shape, self._steps, self._drafts = shape, 0, pays()
-        if self._drafts:
-            self._failed, self._patience = 0, ASKED_EVERY
-        else:
-            wait = max(cost_of_try(), 0.0) / TRY_SHARE * 2**self._failed
-            self._patience = int(min(wait, MAX_PATIENCE)) + 1
-
-
-class KeptShare:
-    """How much of what survivals promised was kept, by place, over the last steps.
-
-    Confidences are calibrated on other texts than the one that is being written; where they promise too much, a budget
-    that trusts them verifies drafts that do not pay.
-    """
-
-    def __init__(self) -> None:
-        self._news: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-        self._sums: np.ndarray | None = None  # [2, γ] promised and kept, which fade, with some kept promises at first
-        self._share: np.ndarray | None = None  # of the one in the other
-
-    def add(self, survival: np.ndarray, lens: np.ndarray, accepted: np.ndarray) -> None:
-        """A step with ``survival`` [R, γ] of which ``lens`` [R] drafts were verified and ``accepted`` [R] kept."""
-        self._news.append((survival, lens, accepted))
-        if self._share is None or len(self._news) == ASKED_EVERY:
-            self._sum_up()
-
-    def _sum_up(self) -> None:
-        fade = PROMISES_FADE ** len(self._news)
-        survival, lens, accepted = map(np.concatenate, zip(*self._news))
-        self._news.clear()
-        places = np.arange(survival.shape[1])
-        sums = np.full((2, len(places)), FIRST_PROMISES) if self._sums is None else self._sums
-        fresh = [(survival * (places < lens[:, None])).sum(axis=0), (places < accepted[:, None]).sum(axis=0)]
-        self._sums = fade * sums + (1 - fade) * FIRST_PROMISES + fresh
-        self._share = self._sums[1] / self._sums[0]
-
-    def correct(self, survival: np.ndarray) -> np.ndarray:
-        """``survival`` [R, γ] as experience would have it."""
-        return survival if self._share is None else np.minimum(survival * self._share, 1.0)

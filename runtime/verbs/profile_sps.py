@@ -4,8 +4,9 @@ Examples:
   dspark profile-sps --output sps.json
   torchrun --nproc-per-node 2 -m dspark.runtime profile-sps --tp 2 --output sps.json --picture sps.png
 
-For growing numbers of requests, a fixed number of drafts is verified in every step, from none to all of a block; whole
-steps are timed, drafting included, and once without a draft. The table is the JSON that --sps-table reads.
+For growing numbers of requests, a fixed number of drafts is verified in a step, from none to all of a block, or nothing
+is drafted; these take turns, on new requests every few steps. Whole steps are timed, drafting included. The table, of
+medians, is the JSON that --sps-table reads.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from ..spec.sps import fit_additive, save_table
 from .engine_flags import add_model_flags, open_session
 
 PROMPT_TOKENS = 48
-NUM_WARM_STEPS = 2
-RUN_STEPS = 12
+NUM_WARM_TURNS = 1
+RUN_STEPS = 6
 """Steps of a kind that are timed of the same requests."""
 
 
@@ -60,36 +61,38 @@ def run(args: argparse.Namespace) -> int:
     if args.output is not None:
         check_output("--output", args.output, [])
     with open_session(args) as session:
+        sizes = session.groups.topology.sizes
         gamma = session.engine.drafter.gamma
         if gamma == 0:
             raise ValueError("there is no draft whose verification could be measured; use a checkpoint that has one")
         if session.engine.drafter.tree is not None:
             raise ValueError(f"--tree {session.config.tree} is verified whole and needs no table; leave it out")
-        longest = PROMPT_TOKENS + num_tokens(gamma, args.steps)
+        longest = PROMPT_TOKENS + num_tokens(gamma, args.steps, sizes["pp"])
         if longest > session.max_context:
             raise ValueError(
                 f"--steps {args.steps} makes requests of up to {longest} tokens, but the context limit is "
-                f"{session.max_context}; lower --steps or raise --max-context"
+                f"{session.max_context}; raise --max-context, or use fewer than {RUN_STEPS} steps"
             )
         with running():
             probes = measure(session.engine, session.config.max_running, gamma, args.steps)
             if session.is_first:
-                layout = {name: size for name, size in session.groups.topology.sizes.items() if size > 1}
+                layout = {name: size for name, size in sizes.items() if size > 1}
                 report(
                     args, probes, {"layout": layout, "machine": machine_line(session.process.device), "gamma": gamma}
                 )
     return EXIT_OK
 
 
-def num_tokens(gamma: int, num_steps: int) -> int:
+def num_tokens(gamma: int, num_steps: int, num_stages: int) -> int:
     """The most tokens that a request may get, so that none ends while steps are timed."""
-    return (gamma + 1) * (NUM_WARM_STEPS + min(num_steps, RUN_STEPS)) * (gamma + 3)
+    num_turns = NUM_WARM_TURNS + min(num_steps, RUN_STEPS)
+    return (gamma + 1) * (gamma + 3) * (num_stages + 1) * num_turns
 
 
 def measure(engine: Engine, max_running: int, gamma: int, num_steps: int) -> list[Probe]:
     """Time steps of 1, 2, 4, .. requests with 0, 1, .. γ drafts verified of each, and without a draft. Collective over
     the job. These take turns, so that whatever else the machine does hits all of them; and requests are new every few
-    steps, since longer ones take longer."""
+    turns, since longer ones take longer. What a draft puts off in steps that do not draft is not in their time."""
     numbers, probes, count = random.Random(1), [], 1
     policies = [FixedPolicy(length) for length in (None, *range(gamma + 1))]
     while count <= max_running:
@@ -109,8 +112,9 @@ def measure(engine: Engine, max_running: int, gamma: int, num_steps: int) -> lis
 def _time_run(
     engine: Engine, count: int, gamma: int, num_steps: int, policies: list[FixedPolicy], numbers: random.Random
 ) -> list[list[float]]:
-    """Seconds of ``num_steps`` steps of ``count`` new requests a DP rank under each of the ``policies``."""
-    params = SamplingParams(max_new_tokens=num_tokens(gamma, num_steps), ignore_eos=True)
+    """Seconds of ``num_steps`` steps of ``count`` new requests a DP rank under each of the ``policies``, in turns."""
+    num_stages = engine.groups.pp.size
+    params = SamplingParams(max_new_tokens=num_tokens(gamma, num_steps, num_stages), ignore_eos=True)
     ids = [f"probe {numbers.random()}" for _ in range(count * engine.groups.attn_dp.size)]
     for i, name in enumerate(ids):
         prompt = tuple(numbers.randrange(engine.model.config.vocab_size) for _ in range(PROMPT_TOKENS))
@@ -119,12 +123,14 @@ def _time_run(
     while len(ready) < len(ids):
         ready |= {event.request_id for event in engine.step()}
     seconds: list[list[float]] = [[] for _ in policies]
-    for step in range(NUM_WARM_STEPS + num_steps):
+    for turn in range(NUM_WARM_TURNS + num_steps):
         for policy, times in zip(policies, seconds):
             engine.set_policy(policy)
+            for _ in range(num_stages):  # what is under way from the turn before, and what its draft put off
+                engine.step()
             start = time.perf_counter()
             engine.step()
-            if step >= NUM_WARM_STEPS:
+            if turn >= NUM_WARM_TURNS:
                 times.append(time.perf_counter() - start)
     for name in ids:
         engine.abort(name)

@@ -13,7 +13,9 @@ from .jit import address, floats, jit
 from .norm_rope import inverse_rms
 from .packed import pack, packed_product
 from .product import LANES, spot
-from .sinkhorn import balance_lanes
+from .sinkhorn import SIDE, balance_lanes
+
+NUM_MIXES = SIDE * (2 + SIDE)  # numbers that a row of SIDE streams is read, written and mixed with
 
 
 @jit
@@ -49,38 +51,38 @@ def _sinkhorn(comb, n, num_iters, eps):
 
 @jit
 def _gates(mixes, first, count, base, scale, hc_eps, num_iters, lanes, post, comb):
-    """Of ``count`` rows from ``first`` on, four streams each, a row to a lane: ``post`` and ``comb``, and in the first
-    four of ``lanes`` [26, LANES] what the streams are read with; the others are scratch."""
+    """Of ``count`` rows from ``first`` on, ``SIDE`` streams each, a row to a lane: ``post`` and ``comb``, and in the
+    first ``SIDE`` of ``lanes`` [NUM_MIXES + 2, LANES] what the streams are read with; the others are scratch."""
     for lane in range(count):
-        for k in range(24):
+        for k in range(NUM_MIXES):
             lanes[k, lane] = mixes[first + lane, k]
-    top, total = lanes[24], lanes[25]
-    for k in range(4):
+    top, total = lanes[NUM_MIXES], lanes[NUM_MIXES + 1]
+    for k in range(SIDE):
         for lane in range(LANES):
             lanes[k, lane] = sigmoid(lanes[k, lane] * scale[0] + base[k]) + hc_eps
         for lane in range(LANES):
-            lanes[4 + k, lane] = np.float32(2) * sigmoid(lanes[4 + k, lane] * scale[1] + base[4 + k])
-    for k in range(8, 24):
+            lanes[SIDE + k, lane] = np.float32(2) * sigmoid(lanes[SIDE + k, lane] * scale[1] + base[SIDE + k])
+    for k in range(2 * SIDE, NUM_MIXES):
         for lane in range(LANES):
             lanes[k, lane] = lanes[k, lane] * scale[2] + base[k]
-    for a in range(8, 24, 4):
+    for a in range(2 * SIDE, NUM_MIXES, SIDE):
         for lane in range(LANES):
             top[lane] = max(max(lanes[a, lane], lanes[a + 1, lane]), max(lanes[a + 2, lane], lanes[a + 3, lane]))
-        for b in range(a, a + 4):
+        for b in range(a, a + SIDE):
             for lane in range(LANES):
                 lanes[b, lane] = exp(lanes[b, lane] - top[lane])
         for lane in range(LANES):
             total[lane] = (lanes[a, lane] + lanes[a + 1, lane]) + (lanes[a + 2, lane] + lanes[a + 3, lane])
-        for b in range(a, a + 4):
+        for b in range(a, a + SIDE):
             for lane in range(LANES):
                 lanes[b, lane] = lanes[b, lane] / total[lane] + hc_eps
-    balance_lanes(spot(lanes, 8, 0), num_iters, hc_eps)
+    balance_lanes(spot(lanes, 2 * SIDE, 0), num_iters, hc_eps)
     for lane in range(count):
-        for k in range(4):
-            post[first + lane, k] = lanes[4 + k, lane]
-        for a in range(4):
-            for b in range(4):
-                comb[first + lane, a, b] = lanes[8 + 4 * a + b, lane]
+        for k in range(SIDE):
+            post[first + lane, k] = lanes[SIDE + k, lane]
+        for a in range(SIDE):
+            for b in range(SIDE):
+                comb[first + lane, a, b] = lanes[(2 + a) * SIDE + b, lane]
 
 
 @jit
@@ -107,7 +109,8 @@ def _mix(flat, panels, num_mixes, norm_eps):
 
 @jit
 def _row_gates(mix, n, base, scale, hc_eps, num_iters, constrained, pre, post, comb):
-    """The same of one row and any number of streams ``n``, or unconstrained: ``pre`` [n], ``post`` [n], ``comb``."""
+    """What :func:`_gates` makes, of one row with any number of streams ``n``, or unconstrained: ``pre`` [n], ``post``
+    [n], ``comb`` [n, n]."""
     for j in range(n):
         if constrained:
             pre[j] = sigmoid(mix[j] * scale[0] + base[j]) + hc_eps
@@ -131,8 +134,8 @@ def _hc_pre(streams_at, panels, base, scale, norm_weight, hc_eps, norm_eps, num_
     num_rows, n, width = comb.shape[0], comb.shape[1], x.shape[1]
     streams = floats(streams_at, (num_rows, n, width))
     mixes = _mix(floats(streams_at, (num_rows, n * width)), panels, base.shape[0], norm_eps)
-    in_lanes = constrained and n == 4
-    lanes, pre = np.zeros((26, LANES), np.float32), np.empty(n, np.float32)
+    in_lanes = constrained and n == SIDE
+    lanes, pre = np.zeros((NUM_MIXES + 2, LANES), np.float32), np.empty(n, np.float32)
     for i in range(num_rows):
         if in_lanes:
             if i % LANES == 0:
@@ -210,7 +213,7 @@ def bind_hc_pre(
         x = np.empty((num_rows, width), np.float32)
         post = np.empty((num_rows, n), np.float32)
         comb = np.empty((num_rows, n, n), np.float32)
-        _hc_pre(address(streams), *weights, num_iters, constrained, x, post, comb)
+        _hc_pre(address(streams), *weights, max(num_iters, 1), constrained, x, post, comb)
         return HyperIn(torch.from_numpy(x), torch.from_numpy(post), torch.from_numpy(comb))
 
     return hc_pre

@@ -47,12 +47,11 @@ def balance_lanes(typingctx, at, num_iters, eps):
             for b in range(SIDE):
                 normalise([a * SIDE + b for a in range(SIDE)])
 
-        with builder.if_then(builder.icmp_signed(">", num_iters, size(0))):
+        columns()
+        with cgutils.for_range(builder, builder.sub(num_iters, size(1))):
+            for a in range(SIDE):
+                normalise([a * SIDE + b for b in range(SIDE)])
             columns()
-            with cgutils.for_range(builder, builder.sub(num_iters, size(1))):
-                for a in range(SIDE):
-                    normalise([a * SIDE + b for b in range(SIDE)])
-                columns()
         for k, number in enumerate(numbers):
             builder.store(builder.load(number), place(k), align=BYTES)
         return context.get_dummy_value()

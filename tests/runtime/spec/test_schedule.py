@@ -6,8 +6,10 @@ import pathlib
 
 import numpy as np
 import pytest
-from dspark.runtime.spec.async_policy import ASKED_EVERY, TRY_SHARE, AsyncPolicy, Habit, KeptShare
+from dspark.runtime.spec.async_policy import AsyncPolicy
 from dspark.runtime.spec.confidence import conditional, survival, threshold_lens
+from dspark.runtime.spec.habit import ASKED_EVERY, MAX_PATIENCE, TRY_SHARE, Habit
+from dspark.runtime.spec.kept_share import KeptShare
 from dspark.runtime.spec.policy import make_policy
 from dspark.runtime.spec.schedule import StaticPolicy, SyncPolicy, ThresholdPolicy
 from dspark.runtime.spec.sps import AdditiveTable, StaircaseTable
@@ -177,6 +179,19 @@ def test_a_habit_is_asked_again_after_a_while_or_in_another_shape():
     assert asked == [1, 1, 2, 2, 2]
     assert goes_on(1, True) and not habit.is_trying
     assert [goes_on(2, False) for _ in range(wait + 1)] == [False] * wait + [True], "what paid in between starts anew"
+
+
+def test_tries_come_whatever_the_shapes_do_and_however_many_have_failed():
+    for shapes in ([3, 4], [1]):
+        habit, tries = Habit(), []
+        for step in range(200 * MAX_PATIENCE):
+            if habit.goes_on(shapes[step % len(shapes)], lambda: False, lambda: 1.0):
+                tries.append(step)
+        waits = np.diff(tries)
+        assert waits[0] == 2 * int(1 / TRY_SHARE) + 1 and waits.max() == waits[-1] == MAX_PATIENCE + 1
+        assert len(tries) > 190
+    cheap = Habit()
+    assert all(cheap.goes_on(1, lambda: False, lambda: 0.0) for _ in range(3000)), "each step is a try that fails"
 
 
 def test_corrected_survivals_stay_probabilities():
