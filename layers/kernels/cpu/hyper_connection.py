@@ -6,14 +6,16 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from numba import prange
 
 from ..hyper_connection import HyperIn
 from .exp import exp, sigmoid
 from .jit import address, floats, jit
 from .norm_rope import inverse_rms
 from .packed import pack, packed_product
-from .product import LANES, spot
+from .product import BYTES, LANES, spot
 from .sinkhorn import SIDE, balance_lanes
+from .threads import rows_to_share, share, shared, use_threads
 
 NUM_MIXES = SIDE * (2 + SIDE)  # numbers that a row of SIDE streams is read, written and mixed with
 
@@ -151,6 +153,20 @@ def _hc_pre(streams_at, panels, base, scale, norm_weight, hc_eps, norm_eps, num_
             x[i, d] = x[i, d] * norm * norm_weight[d]
 
 
+@shared
+def _hc_pre_shared(
+    num_parts, streams_at, panels, base, scale, norm_weight, hc_eps, norm_eps, num_iters, constrained, x, post, comb
+):
+    num_groups = (x.shape[0] + LANES - 1) // LANES
+    for part in prange(num_parts):
+        first, last = share(num_groups, part, num_parts)
+        a, b = LANES * first, min(LANES * last, x.shape[0])
+        at = streams_at + BYTES * comb.shape[1] * x.shape[1] * a
+        _hc_pre(
+            at, panels, base, scale, norm_weight, hc_eps, norm_eps, num_iters, constrained, x[a:b], post[a:b], comb[a:b]
+        )
+
+
 @jit
 def _hc_post(streams_at, y_at, post_at, comb_at, out):
     num_rows, n, width = out.shape
@@ -165,6 +181,15 @@ def _hc_post(streams_at, y_at, post_at, comb_at, out):
                 keep = comb[i, j, k]
                 for d in range(width):
                     out[i, k, d] += keep * streams[i, j, d]
+
+
+@shared
+def _hc_post_shared(num_parts, streams_at, y_at, post_at, comb_at, out):
+    num_rows, n, width = out.shape
+    for part in prange(num_parts):
+        a, b = share(num_rows, part, num_parts)
+        streams, y = streams_at + BYTES * n * width * a, y_at + BYTES * width * a
+        _hc_post(streams, y, post_at + BYTES * n * a, comb_at + BYTES * n * n * a, out[a:b])
 
 
 @jit
@@ -206,6 +231,8 @@ def bind_hc_pre(
 ) -> Callable[[torch.Tensor], HyperIn]:
     """See :func:`..hyper_connection.hc_pre`."""
     weights = (pack(fn), base.numpy(), scale.numpy(), norm_weight.numpy(), np.float32(hc_eps), np.float32(norm_eps))
+    rest, threads = (max(num_iters, 1), constrained), use_threads()
+    many = rows_to_share(fn.numel(), threads)
 
     def hc_pre(streams: torch.Tensor) -> HyperIn:
         streams = streams.contiguous()
@@ -213,7 +240,10 @@ def bind_hc_pre(
         x = np.empty((num_rows, width), np.float32)
         post = np.empty((num_rows, n), np.float32)
         comb = np.empty((num_rows, n, n), np.float32)
-        _hc_pre(address(streams), *weights, max(num_iters, 1), constrained, x, post, comb)
+        if num_rows < max(many, 2 * LANES):
+            _hc_pre(address(streams), *weights, *rest, x, post, comb)
+        else:
+            _hc_pre_shared(threads, address(streams), *weights, *rest, x, post, comb)
         return HyperIn(torch.from_numpy(x), torch.from_numpy(post), torch.from_numpy(comb))
 
     return hc_pre
@@ -221,11 +251,16 @@ def bind_hc_pre(
 
 def bind_hc_post() -> Callable[..., torch.Tensor]:
     """See :func:`..hyper_connection.hc_post`."""
+    threads = use_threads()
 
     def hc_post(streams: torch.Tensor, y: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
         streams, y, post, comb = streams.contiguous(), y.contiguous(), post.contiguous(), comb.contiguous()
         out = np.empty(streams.shape, np.float32)
-        _hc_post(address(streams), address(y), address(post), address(comb), out)
+        num_rows, n, width = streams.shape
+        if num_rows < rows_to_share(n * (n + 1) * width, threads):
+            _hc_post(address(streams), address(y), address(post), address(comb), out)
+        else:
+            _hc_post_shared(threads, address(streams), address(y), address(post), address(comb), out)
         return torch.from_numpy(out)
 
     return hc_post

@@ -6,15 +6,24 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from numba import prange
 
 from .jit import address, floats, jit
 from .packed import pack, packed_part_product, packed_product
 from .product import BYTES, spot
+from .threads import rows_to_share, share, shared, use_threads
 
 
 @jit
 def _linear(x_at, panels, out):
     packed_product(floats(x_at, (out.shape[0], panels.shape[1])), panels, out)
+
+
+@shared
+def _linear_shared(num_parts, x_at, panels, out):
+    for part in prange(num_parts):
+        first, last = share(out.shape[0], part, num_parts)
+        _linear(x_at + BYTES * panels.shape[1] * first, panels, out[first:last])
 
 
 @jit
@@ -27,14 +36,26 @@ def _grouped_linear(x_at, panels, num_out, out):
         )
 
 
+@shared
+def _grouped_linear_shared(num_parts, x_at, panels, num_out, out):
+    for part in prange(num_parts):
+        first, last = share(out.shape[0], part, num_parts)
+        at = x_at + BYTES * panels.shape[0] * panels.shape[2] * first
+        _grouped_linear(at, panels, num_out, out[first:last])
+
+
 def bind_linear(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     """See :func:`..linear.linear`."""
-    panels, num_out = pack(weight), weight.shape[1]
+    panels, num_out, threads = pack(weight), weight.shape[1], use_threads()
+    many = rows_to_share(weight.numel(), threads)
 
     def linear(x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
         out = np.empty((x.shape[0], num_out), np.float32)
-        _linear(address(x), panels, out)
+        if x.shape[0] < many:
+            _linear(address(x), panels, out)
+        else:
+            _linear_shared(threads, address(x), panels, out)
         return torch.from_numpy(out)
 
     return linear
@@ -42,12 +63,16 @@ def bind_linear(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
 
 def bind_grouped_linear(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     """See :func:`..linear.grouped_linear`."""
-    panels, (num_groups, _, num_out) = pack(weight), weight.shape
+    panels, (num_groups, _, num_out), threads = pack(weight), weight.shape, use_threads()
+    many = rows_to_share(weight.numel(), threads)
 
     def grouped_linear(x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
         out = np.empty((x.shape[0], num_groups * num_out), np.float32)
-        _grouped_linear(address(x), panels, num_out, out)
+        if x.shape[0] < many:
+            _grouped_linear(address(x), panels, num_out, out)
+        else:
+            _grouped_linear_shared(threads, address(x), panels, num_out, out)
         return torch.from_numpy(out)
 
     return grouped_linear

@@ -6,11 +6,14 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from numba import prange
 
 from ..moe import Routing
 from .exp import exp, sigmoid
 from .jit import address, floats, jit, largest
 from .packed import pack, packed_product
+from .product import BYTES
+from .threads import rows_to_share, share, shared, use_threads
 
 SCORINGS = {"sqrtsoftplus": 0, "sigmoid": 1, "softmax": 2}
 
@@ -171,6 +174,14 @@ def _experts(x_at, experts, weights_at, gate_up, down, limit, out):
     _outer(inner, experts, weights_at, down, out)
 
 
+@shared
+def _experts_shared(num_parts, x_at, experts, weights_at, gate_up, down, limit, out):
+    for part in prange(num_parts):
+        a, b = share(out.shape[0], part, num_parts)
+        x, weights = x_at + BYTES * out.shape[1] * a, weights_at + BYTES * experts.shape[1] * a
+        _experts(x, experts[a:b], weights, gate_up, down, limit, out[a:b])
+
+
 def bind_route_scored(
     bias: torch.Tensor, top_k: int, scoring: str, renormalise: bool, scale: float
 ) -> Callable[[torch.Tensor], Routing]:
@@ -218,12 +229,17 @@ def bind_experts_forward(
     gate_up: torch.Tensor, down: torch.Tensor, limit: float
 ) -> Callable[[torch.Tensor, Routing], torch.Tensor]:
     """See :func:`..moe.experts_forward`."""
-    packed = (pack(gate_up), pack(down), np.float32(limit))
+    packed, threads = (pack(gate_up), pack(down), np.float32(limit)), use_threads()
+    operations = gate_up[0].numel() + down[0].numel() if len(down) else 0
 
     def experts_forward(x: torch.Tensor, routing: Routing) -> torch.Tensor:
         x, weights = x.contiguous(), routing.weights.contiguous()
         out = np.zeros(x.shape, np.float32)
-        _experts(address(x), routing.experts.contiguous().numpy(), address(weights), *packed, out)
+        experts = routing.experts.contiguous().numpy()
+        if x.shape[0] < rows_to_share(operations * experts.shape[1], threads):
+            _experts(address(x), experts, address(weights), *packed, out)
+        else:
+            _experts_shared(threads, address(x), experts, address(weights), *packed, out)
         return torch.from_numpy(out)
 
     return experts_forward

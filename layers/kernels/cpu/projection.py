@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from numba import prange
 
 from ...attention.plan import AttentionPlan
 from ...rope import RopeTable
@@ -13,6 +14,8 @@ from ..projection import Projected, ProjectionSizes
 from .jit import address, floats, jit
 from .norm_rope import inverse_rms, rotate_tail
 from .packed import pack, packed_product
+from .product import BYTES
+from .threads import rows_to_share, share, shared, use_threads
 
 
 @jit
@@ -64,6 +67,16 @@ def _project(x_at, positions, panels_in, panels_q, latent_norm, num_in, num_q, k
     _take_apart(y, wide, num_latents, positions, key_norm, cos, sin, eps, q, keys, raw, index_q, index_w)
 
 
+@shared
+def _project_shared(num_parts, x_at, positions, panels_in, panels_q, latent_norm, num_in, num_q, key_norm, cos, sin,
+                    eps, q, keys, raw, index_q, index_w):  # fmt: skip
+    for part in prange(num_parts):
+        a, b = share(keys.shape[0], part, num_parts)
+        at = x_at + BYTES * panels_in.shape[1] * a
+        _project(at, positions[a:b], panels_in, panels_q, latent_norm, num_in, num_q, key_norm, cos, sin, eps,
+                 q[a:b], keys[a:b], raw[a:b], index_q[a:b], index_w[a:b])  # fmt: skip
+
+
 def bind_project(
     weight_in: torch.Tensor,
     weight_q: torch.Tensor,
@@ -83,11 +96,16 @@ def bind_project(
         (sizes.index_num_heads, sizes.index_head_dim),
         (sizes.index_num_heads,),
     )
+    threads = use_threads()
+    many = rows_to_share(weight_in.numel() + weight_q.numel(), threads)
 
     def project(x: torch.Tensor, plan: AttentionPlan) -> Projected:
         x = x.contiguous()
         outs = [np.empty((x.shape[0], *shape), np.float32) for shape in shapes]
-        _project(address(x), plan.host.queries[0], *weights, *rest, *outs)
+        if x.shape[0] < many:
+            _project(address(x), plan.host.queries[0], *weights, *rest, *outs)
+        else:
+            _project_shared(threads, address(x), plan.host.queries[0], *weights, *rest, *outs)
         return Projected(*map(torch.from_numpy, outs))
 
     return project

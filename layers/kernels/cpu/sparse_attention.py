@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from numba import prange
 
 from ...attention.plan import AttentionPlan, LayerCache
 from ...rope import RopeTable
@@ -15,6 +16,7 @@ from .exp import exp
 from .jit import address, floats, jit, largest
 from .norm_rope import rotate_tail
 from .product import BYTES, part_product, spot
+from .threads import rows_to_share, share, shared, use_threads
 
 # At most so many rows of a request share the keys that are gathered for them.
 MOST_SHARING = 8
@@ -55,10 +57,11 @@ def _climb(scores, chosen, at):
 
 
 @jit
-def _run_length(queries, i):
-    """How many rows from ``i`` on are neighbours: of one request in one step, at consecutive positions."""
+def _run_length(queries, i, last):
+    """How many rows from ``i`` on, before ``last``, are neighbours: of one request in one step, at consecutive
+    positions."""
     n = 1
-    while n < MOST_SHARING and i + n < queries.shape[1]:
+    while n < MOST_SHARING and i + n < last:
         same = queries[1, i + n] == queries[1, i] and queries[2, i + n] == queries[2, i]
         if not same or queries[0, i + n] != queries[0, i] + n:
             break
@@ -94,14 +97,15 @@ def _entry_scores(q_at, weights, columns, visible, scale, dots, scores):
 
 
 @jit
-def _select(q_at, weights_at, num_heads, pool, queries, page_table, ratio, scale, most, chosen):
+def _select(first, last, q_at, weights_at, num_heads, pool, queries, page_table, ratio, scale, most, chosen):
+    """Of the rows from ``first`` to before ``last``."""
     (num_rows, num_selected), (per_page, d) = chosen.shape, pool.shape[1:]
     weights = floats(weights_at, (num_rows, num_heads))
     best, scores = np.empty(num_selected, np.float32), np.empty(most, np.float32)
     columns, dots = np.empty((d, most), np.float32), np.empty((num_heads, most), np.float32)
-    i = 0
-    while i < num_rows:
-        run, slot = _run_length(queries, i), queries[1, i]
+    i = first
+    while i < last:
+        run, slot = _run_length(queries, i, last), queries[1, i]
         most_visible = (queries[0, i + run - 1] + 1) // ratio
         if most_visible > num_selected:
             for t in range(most_visible):
@@ -118,6 +122,13 @@ def _select(q_at, weights_at, num_heads, pool, queries, page_table, ratio, scale
                 _entry_scores(at, weights[r], columns, visible, scale, dots, scores)
                 _choose(scores, visible, best, chosen[r])
         i += run
+
+
+@shared
+def _select_shared(num_parts, q_at, weights_at, num_heads, pool, queries, page_table, ratio, scale, most, chosen):
+    for part in prange(num_parts):
+        first, last = share(chosen.shape[0], part, num_parts)
+        _select(first, last, q_at, weights_at, num_heads, pool, queries, page_table, ratio, scale, most, chosen)
 
 
 @jit
@@ -178,10 +189,11 @@ def _keep_entry(entries, page_table, slot, t, at, seen, columns):
 
 @jit
 def _attend(
-    q_at, keys_at, num_step_keys, ring, entries, selected, all_visible, queries, page_table, block, sinks, window,
-    ratio, cos, minus_sin, scale, out,
+    first, last, q_at, keys_at, num_step_keys, ring, entries, selected, all_visible, queries, page_table, block, sinks,
+    window, ratio, cos, minus_sin, scale, out,
 ):  # fmt: skip
-    num_rows, num_heads, d = out.shape
+    """Of the rows from ``first`` to before ``last``."""
+    num_heads, d = out.shape[1:]
     q, keys = floats(q_at, out.shape), floats(keys_at, (num_step_keys, d))
     first_entry, most_entries = _sizes(queries, window, ratio, selected.shape[1], all_visible, block)
     most = first_entry + most_entries
@@ -189,9 +201,15 @@ def _attend(
     seen, columns = np.empty((most, d), np.float32), np.empty((d, most), np.float32)
     probs, mixed = np.empty((num_heads, most), np.float32), np.empty((2 * num_heads, d), np.float32)
     scaled, inverse = np.empty((num_heads, d), np.float32), np.empty(num_heads, np.float32)
-    i = 0
-    while i < num_rows:
-        run, p, slot, start, at = _run_length(queries, i), queries[0, i], queries[1, i], queries[2, i], queries[4, i]
+    i = first
+    while i < last:
+        run, p, slot, start, at = (
+            _run_length(queries, i, last),
+            queries[0, i],
+            queries[1, i],
+            queries[2, i],
+            queries[4, i],
+        )
         lowest = max(0, start - window if block else p - window + 1)
         for s in range(lowest, queries[3, i] if block else p + run):
             _keep(keys[at - (p - s)] if s >= start else ring[slot, s % ring.shape[1]], s - lowest, seen, columns)
@@ -223,26 +241,32 @@ def _attend(
         i += run
 
 
+@shared
+def _attend_shared(
+    num_parts, q_at, keys_at, num_step_keys, ring, entries, selected, all_visible, queries, page_table, block, sinks,
+    window, ratio, cos, minus_sin, scale, out,
+):  # fmt: skip
+    for part in prange(num_parts):
+        first, last = share(out.shape[0], part, num_parts)
+        _attend(
+            first, last, q_at, keys_at, num_step_keys, ring, entries, selected, all_visible, queries, page_table, block,
+            sinks, window, ratio, cos, minus_sin, scale, out,
+        )  # fmt: skip
+
+
 def bind_select_entries(ratio: int, top_k: int, scale: float) -> Callable[..., torch.Tensor]:
     """See :func:`..sparse_attention.select_entries`."""
-    factor = np.float32(scale)
+    factor, threads = np.float32(scale), use_threads()
 
     def select_entries(q: torch.Tensor, weights: torch.Tensor, cache: LayerCache, plan: AttentionPlan) -> torch.Tensor:
         q, weights = q.contiguous(), weights.contiguous()
-        (num_rows, num_heads, _), most, steps = q.shape, (plan.max_position + 1) // ratio, plan.host
+        (num_rows, num_heads, d), most, steps = q.shape, (plan.max_position + 1) // ratio, plan.host
         chosen = np.empty((num_rows, min(top_k, most)), np.int64)
-        _select(
-            address(q),
-            address(weights),
-            num_heads,
-            cache.host.index_entries,
-            steps.queries,
-            steps.page_table,
-            ratio,
-            factor,
-            most,
-            chosen,
-        )
+        given = (address(q), address(weights), num_heads, cache.host.index_entries, steps.queries, steps.page_table)
+        if num_rows < rows_to_share(num_heads * d * most, threads):
+            _select(0, num_rows, *given, ratio, factor, most, chosen)
+        else:
+            _select_shared(threads, *given, ratio, factor, most, chosen)
         return torch.from_numpy(chosen)
 
     return select_entries
@@ -254,7 +278,7 @@ def bind_attend(
     """See :func:`..sparse_attention.attend`, to which packed keys are left."""
     law = {"sinks": sinks, "window": window, "ratio": ratio, "rope": rope, "scale": scale}
     weights = (sinks.numpy(), window, ratio, rope.cos.numpy(), -rope.sin.numpy(), np.float32(scale))
-    nothing = np.empty((0, 0), np.int64)
+    nothing, threads = np.empty((0, 0), np.int64), use_threads()
 
     def attend(
         q: torch.Tensor, keys: torch.Tensor, cache: LayerCache, selected: torch.Tensor | None, plan: AttentionPlan
@@ -265,7 +289,7 @@ def bind_attend(
         out = np.empty(q.shape, np.float32)
         buffers, steps = cache.host, plan.host
         picks = nothing if selected is None else selected.contiguous().numpy()
-        _attend(
+        given = (
             address(q),
             address(keys),
             keys.shape[0],
@@ -279,6 +303,11 @@ def bind_attend(
             *weights,
             out,
         )
+        # Each key is gathered, multiplied twice, and goes through an exponential function.
+        if len(out) < rows_to_share(4 * window * q.shape[1] * q.shape[2], threads):
+            _attend(0, len(out), *given)
+        else:
+            _attend_shared(threads, *given)
         return torch.from_numpy(out)
 
     return attend
