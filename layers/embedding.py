@@ -12,7 +12,7 @@ import torch
 
 from ..comm.collectives import all_gather, all_reduce
 from ..parallel.groups import Group
-from .kernels import Kernels
+from .kernels import Bound, Kernels
 from .params import Scope
 
 PAD_MULTIPLE = 64
@@ -65,6 +65,11 @@ class ParallelLMHead:
         padding = rows.new_zeros(self.shard.size - rows.shape[0], rows.shape[1])
         self.weight = torch.cat((rows, padding)).t().contiguous()
         self._linear = kernels.bind("linear", weight=self.weight)
+
+    @property
+    def bound(self) -> Bound:
+        """The operation of this rank's part, for :meth:`.Kernels.join`."""
+        return self._linear
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         logits = all_gather(self._linear(x).float(), self._group, dim=-1)

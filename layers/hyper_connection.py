@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from .kernels import Kernels
+from .kernels import Bound, Kernels
 from .kernels.hyper_connection import HyperIn
 from .params import Scope
 
@@ -46,6 +46,11 @@ class HyperConnection:
         )
         self._write = kernels.bind("hc_post")
 
+    @property
+    def bound(self) -> Bound:
+        """How it reads, for :meth:`.Kernels.join`."""
+        return self._read
+
     def read(self, streams: torch.Tensor) -> HyperIn:
         """``streams`` [T, n, D] -> the sublayer's normed input [T, D] and the weights for ``write``."""
         return self._read(streams)
@@ -67,6 +72,11 @@ class HyperHead:
             hc_eps=sizes.hc_eps,
             norm_eps=sizes.norm_eps,
         )
+
+    @property
+    def bound(self) -> Bound:
+        """The operation, for :meth:`.Kernels.join`."""
+        return self._collapse
 
     def __call__(self, streams: torch.Tensor) -> torch.Tensor:
         return self._collapse(streams)

@@ -13,7 +13,7 @@ import torch
 
 from ..comm.collectives import all_gather, all_reduce
 from ..parallel.groups import Group
-from .kernels import Kernels
+from .kernels import Bound, Kernels
 from .params import Scope
 
 
@@ -62,6 +62,11 @@ class MergedLinear:
     ) -> None:
         self.sizes = [p.size for p in parts]
         self._linear = kernels.bind(self.operation, weight=merged_weight(source, parts, dtype))
+
+    @property
+    def bound(self) -> Bound:
+        """The operation, for :meth:`.Kernels.join`."""
+        return self._linear
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._linear(x)
@@ -186,6 +191,11 @@ class GroupedColumnParallelLinear:
         rows = source.take(name, start=first * rank, stop=(first + self.num_groups) * rank)
         self.weight = rows.unflatten(0, (self.num_groups, rank)).transpose(1, 2).contiguous()
         self._linear = kernels.bind("grouped_linear", weight=self.weight)
+
+    @property
+    def bound(self) -> Bound:
+        """The operation, for :meth:`.Kernels.join`."""
+        return self._linear
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._linear(x)

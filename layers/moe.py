@@ -19,7 +19,7 @@ from ..comm.collectives import all_reduce
 from ..comm.dispatch import Exchange, Received
 from ..parallel.groups import Group, Groups
 from .expert_slots import CopyRule, ExpertSlots
-from .kernels import Kernels
+from .kernels import Bound, Kernels
 from .kernels.moe import Routing
 from .kernels.quantised import bytes_of, stack_weights
 from .linear import MergedColumnParallelLinear, RowParallelLinear, columns_of, divide
@@ -74,11 +74,17 @@ class Router:
                 route = kernels.bind("route_grouped", **law, **groups)
             else:
                 route = kernels.bind("route_scored", **law)
+            self._by_score = route
             self._route = lambda logits, ids: route(logits)
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor) -> Routing:
         """Normed rows ``x`` [T, D] and token ids [T] -> experts and weights [T, k]; gate and scores in float32."""
         return self._route(self._gate(x.float()), ids)
+
+    @property
+    def bound(self) -> dict[str, Bound]:
+        """The operations of a router by scores, for :meth:`.Kernels.join`."""
+        return {"gate": self._gate, "route": self._by_score}
 
 
 class Experts:
@@ -108,6 +114,11 @@ class Experts:
         """Make the kernel see the weights as they are now; it may keep them in a form of its own."""
         gate_up, down = self._products
         self._forward = self._kernels.bind("experts_forward", gate_up=gate_up, down=down, limit=self._limit)
+
+    @property
+    def bound(self) -> Bound:
+        """The operation, for :meth:`.Kernels.join`."""
+        return self._forward
 
     def __call__(self, received: Received, rows: torch.Tensor | slice) -> torch.Tensor:
         """The weighted sums [T, D] of this rank's experts for the given ``rows`` of those received."""
@@ -163,6 +174,11 @@ class SharedExpert:
         self._swiglu = kernels.bind("swiglu", limit=sizes.limit)
         self._down = RowParallelLinear(source, "w2.weight", sizes.width, group, kernels)
 
+    @property
+    def bound(self) -> dict[str, Bound]:
+        """The operations, for :meth:`.Kernels.join`."""
+        return {"shared_in": self._gate_up.bound, "swiglu": self._swiglu, "shared_out": self._down.partial}
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._down.partial(self._swiglu(self._gate_up(x)))
 
@@ -195,6 +211,11 @@ class MoE:
     def weights(self) -> Sequence[torch.Tensor]:
         """Of the experts in this rank's slots, see :class:`Experts`."""
         return self._experts.weights
+
+    @property
+    def bound(self) -> dict[str, Bound]:
+        """The operations of a layer by scores whose experts are all here for good, for :meth:`.Kernels.join`."""
+        return {**self._router.bound, "experts": self._experts.bound, **self._shared.bound}
 
     def use_slots(self, slots: Sequence[int]) -> None:
         """From now on the slots of all ranks hold these experts; the weights of those here were written before."""

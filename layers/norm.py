@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .kernels import Kernels
+from .kernels import Bound, Kernels
 from .params import Scope
 
 
@@ -13,6 +13,11 @@ class RMSNorm:
 
     def __init__(self, source: Scope, name: str, eps: float, kernels: Kernels) -> None:
         self._norm = kernels.bind("rms_norm", weight=source.take(f"{name}.weight", dtype=torch.float32), eps=eps)
+
+    @property
+    def bound(self) -> Bound:
+        """The operation, for :meth:`.Kernels.join`."""
+        return self._norm
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._norm(x)

@@ -16,7 +16,7 @@ import torch
 
 from ...comm.collectives import Pending
 from ...parallel.groups import Group
-from ..kernels import Kernels
+from ..kernels import Bound, Kernels
 from ..kernels.packed_keys import is_packed, packed_width
 from ..kernels.projection import ProjectionSizes
 from ..linear import GroupedColumnParallelLinear, Part, RowParallelLinear, divide, merged_weight, shard
@@ -190,6 +190,12 @@ class V4Attention:
                 Part("indexer.weights_proj.weight", 0, sizes.index_num_heads),
             ]
         return parts
+
+    @property
+    def bound(self) -> dict[str, Bound]:
+        """The operations of a sliding layer, for :meth:`.Kernels.join`."""
+        out_a, out_b = self._out_a.bound, self._out_b.partial
+        return {"project": self._project, "attend": self._attend, "out_a": out_a, "out_b": out_b}
 
     def stages(
         self,

@@ -57,14 +57,19 @@ TWINS = {
 NARROW = {"block_linear": "scaled_linear", "experts_forward": "scaled_experts_forward"}
 
 
+Bound = Callable[..., object]
+"""An operation with its weights; see :meth:`Kernels.bind`."""
+
+
 class Backend(NamedTuple):
     """``package``: what it needs. ``modules``: operation -> the module below this package that offers
     ``bind_<operation>``. ``row_count_matters``: operations that give a row other bits in other company, unless bound
-    with ``row_by_row``."""
+    with ``row_by_row``. ``joined``: several operations in one call -> their module."""
 
     package: str
     modules: dict[str, str]
     row_count_matters: frozenset[str]
+    joined: dict[str, str] = {}
 
 
 COMPILED = {
@@ -95,6 +100,7 @@ COMPILED = {
             "markov_greedy": "cpu.draft",
         },
         frozenset(),
+        {"draft_block": "cpu.draft_block", "draft_context": "cpu.draft_block"},
     ),
     "triton": Backend(
         "triton",
@@ -168,7 +174,7 @@ class Kernels:
             return weight
         return importlib.import_module(".quantised", __name__).FORMATS[self._formats[operation]](weight)
 
-    def bind(self, operation: str, **weights: object) -> Callable[..., object]:
+    def bind(self, operation: str, **weights: object) -> Bound:
         """``operation`` with its weights fixed: a callable of the activations. "block_linear" is a "linear" whose
         weight may be packed. Weights that :meth:`pack` has packed already are taken as they are."""
         if operation in self._formats:
@@ -183,6 +189,14 @@ class Kernels:
             return getattr(module, f"bind_{operation}")(**weights)
         module = importlib.import_module(f".{TWINS[operation]}", __name__)
         return functools.partial(getattr(module, operation), **weights)
+
+    def join(self, name: str, **parts: object) -> Bound | None:
+        """One call for operations that were bound before, which are among the ``parts``; None where this backend has
+        none, or where weights are packed. All of the operations' rows must be on this rank."""
+        if self._formats or name not in self._compiled.joined:
+            return None
+        module = importlib.import_module(f".{self._compiled.joined[name]}", __name__)
+        return getattr(module, f"bind_{name}")(**parts)
 
 
 def _installed(package: str) -> bool:

@@ -41,7 +41,7 @@ from .picture import save_bars
 from .profiling import Profile, profile_decode
 from .systems import Decoded, EngineSystem, System, first_difference, sibling
 from .table import table
-from .timing import alternate, one_thread, waiter
+from .timing import alternate, on_threads, waiter
 
 USUAL_CONTEXTS = (400, 4000)
 NUM_WARM_TOKENS = 4
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     # All prompts in one prefill step, so that they start decoding together.
     sizes = {"max_running": most, "chunk_size": max(512, most * args.prompt_tokens)}
     with (
-        one_thread(),
+        on_threads(args.threads),
         flags.open_alone(args, max_context=longest + args.new_tokens + NUM_WARM_TOKENS, **sizes) as session,
     ):
         machine = machine_line(session.process.device)

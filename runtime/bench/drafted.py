@@ -14,8 +14,6 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import torch
-
 from ..cli import EXIT_FAILED, EXIT_OK, running
 from ..engine import Engine
 from ..progress import shown
@@ -29,7 +27,7 @@ from .machine import Setting, machine_line
 from .picture import save_bars
 from .systems import Decoded, EngineSystem, first_difference, sibling
 from .table import table
-from .timing import Stopwatch, alternate, one_thread, waiter
+from .timing import Stopwatch, alternate, on_threads, waiter
 
 NUM_WARM_TOKENS = 12
 PROFILE_STEPS = 48
@@ -70,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     _, config = flags.model_of(args)
     sizes["max_context"] = min(longest, config.max_position_embeddings)
     bare = sizes | {"draft": "none", "gamma": None}
-    with one_thread(), flags.open_alone(args, **sizes) as session, flags.open_alone(args, **bare) as plain:
+    with on_threads(args.threads), flags.open_alone(args, **sizes) as session, flags.open_alone(args, **bare) as plain:
         if session.engine.drafter.gamma == 0:
             raise ValueError("--draft: the checkpoint has no draft to compare with; leave --draft out")
         prompts = prompts_by_domain(session, args.prompts and [args.prompts], args.new_tokens)
@@ -84,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
             "each with the next prompts; sync and async with a table of steps a second measured just before"
         )
         machine, about = machine_line(session.process.device), flags.measured(session)
-    setting = Setting(about, "the same without a draft", how, torch.get_num_threads(), machine)
+    setting = Setting(about, "the same without a draft", how, args.threads, machine)
     report(args, setting, results)
     return EXIT_OK if all(figures.ids_equal for figures in results.values()) else EXIT_FAILED
 

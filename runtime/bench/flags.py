@@ -47,7 +47,8 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_speed_flags(parser: argparse.ArgumentParser) -> None:
-    """Add what only benchmarks of speed need: ``--prompts`` and ``--deterministic``."""
+    """Add what only benchmarks of speed need: ``--prompts``, ``--threads`` and ``--deterministic``."""
+    parser.add_argument("--threads", type=at_least_one, default=1, metavar="N", help="threads on the CPU (default 1)")
     parser.add_argument(
         "--deterministic", action="store_true", help="kernels whose results do not depend on batch composition"
     )

@@ -32,7 +32,7 @@ from .picture import save_bars
 from .residence import Task, can_measure, residence
 from .systems import Decoded, EngineSystem, System, first_difference, sibling
 from .table import table
-from .timing import alternate, one_thread
+from .timing import alternate, on_threads
 
 NUM_WARM_TOKENS = 48
 
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     _, config = flags.model_of(args)
     lengths = choose_lengths(args.tokens, config.max_position_embeddings - 1)
     options = {"max_running": 1, "max_context": max(lengths) + 1, "chunk_size": args.chunk_sizes[0]}
-    with one_thread(), flags.open_alone(args, **options) as session:
+    with on_threads(args.threads), flags.open_alone(args, **options) as session:
         machine = machine_line(session.process.device)
         pool = flags.prompts_of(args, session, max(lengths))
         with running():

@@ -40,7 +40,7 @@ from .machine import Setting, machine_line
 from .prompts import Prompts
 from .systems import sibling
 from .table import table
-from .timing import alternate, one_thread
+from .timing import alternate, on_threads
 
 BATCH = 8
 NUM_RUNNING = 4
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     context = min(config.max_position_embeddings, max(args.prompt_tokens + args.new_tokens, long + 2))
     options = {"max_running": args.max_running, "chunk_size": args.chunk_size, "prefix_cache": args.prefix_cache}
     options |= {"draft": args.draft, "mixed_chunk": args.mixed_chunk}
-    with one_thread(), flags.open_alone(args, max_context=context, **options) as session:
+    with on_threads(args.threads), flags.open_alone(args, max_context=context, **options) as session:
         machine = machine_line(session.process.device)
         pool = flags.prompts_of(args, session, args.prompt_tokens)
         requests = mixed_requests(pool, args)

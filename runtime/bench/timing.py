@@ -1,4 +1,4 @@
-"""Taking times: one thread, alternating rounds, and a stopwatch that adds up what named functions take."""
+"""Taking times: a number of threads, alternating rounds, and a stopwatch that adds up what named functions take."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 @contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Inside, torch's operations use one thread; outside, as many as before."""
+def on_threads(num_threads: int) -> Iterator[None]:
+    """Inside, torch's operations and kernels that are bound use so many threads; outside, as many as before."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(num_threads)
     try:
         yield
     finally:

@@ -20,7 +20,8 @@ from ...layers.attention.plan import AttentionPlan, build_plan, to_device
 from ...layers.draft_heads import load_confidence_head, load_markov_head
 from ...layers.draft_heads_host import HostDraftBlock, HostHeads
 from ...layers.hyper_connection import HyperHead, spread
-from ...layers.kernels import Kernels
+from ...layers.kernels import Bound, Kernels
+from ...layers.kernels.packed_keys import is_packed
 from ...layers.linear import MergedLinear, Part
 from ...layers.norm import RMSNorm
 from ...layers.params import ParamSource, Scope
@@ -89,11 +90,12 @@ class DSparkDrafter(PlainDraft):
             for scope in stages
         ]
         self._store = kernels.bind("store_rows")
-        self._pending: list[tuple[torch.Tensor, np.ndarray]] = []  # taps and key rows of plain steps
-        self._num_pending, self._window = 0, attention.window
         last = stages[-1]
         self._hyper_head = HyperHead(last, "hc_head", hyper_sizes(config), kernels)
         self._norm = RMSNorm(last, "norm", config.rms_norm_eps, kernels)
+        self._block, self._inject = self._joined(kernels) if groups.tp.size == 1 else (None, None)
+        self._pending: list[tuple[torch.Tensor, np.ndarray]] = []  # taps and key rows of plain steps
+        self._num_pending, self._window = 0, attention.window
         markov = None
         if draft.markov_rank:
             markov = load_markov_head(draft.markov_head_type, last.scope("markov_head"), config.hidden_size)
@@ -104,6 +106,27 @@ class DSparkDrafter(PlainDraft):
         if kernels.backend == "triton" and self.heads.kind == "vanilla":  # else the logits travel to the host
             weights = {name: markov.weights[f"markov_{name}.weight"] for name in ("w1", "w2")}
             self._draw = tuple(kernels.bind(name, **weights) for name in ("markov_greedy", "markov_sample"))
+
+    def _joined(self, kernels: Kernels) -> tuple[Bound | None, Bound | None]:
+        """The block's forward and the taps' way into the rings, each as one call, where the kernels have them."""
+        if any(block.moe.slots is not None for block in self._blocks) or is_packed(self._cache.layers[0].window):
+            return None, None
+        caches = self._cache.layers
+        block = kernels.join(
+            "draft_block",
+            stages=[block.bound for block in self._blocks],
+            caches=caches,
+            page_table=self._cache.page_table,
+            embed=self._target.embed.weight,
+            num_streams=self._num_streams,
+            collapse=self._hyper_head.bound,
+            norm=self._norm.bound,
+            head=self._target.head.bound,
+            vocab_size=self._target.config.vocab_size,
+        )
+        keys = [(linear.bound, key) for linear, key in zip(self._context, self._keys)]
+        project, norm = self._main_proj.bound, self._main_norm.bound
+        return block, kernels.join("draft_context", project=project, norm=norm, stages=keys, caches=caches)
 
     @classmethod
     def tap_layers(cls, config: ModelConfig) -> tuple[int, ...]:
@@ -164,6 +187,9 @@ class DSparkDrafter(PlainDraft):
         self._take_in(taps[torch.from_numpy(seen)], build_plan(keys[:, seen], self._cache.page_table, ()))
 
     def _take_in(self, taps: torch.Tensor, plan: AttentionPlan) -> None:
+        if self._inject is not None:
+            self._inject(taps, plan.host.keys)
+            return
         context = self._main_norm(self._main_proj(taps))
         for project, key, cache in zip(self._context, self._keys, self._cache.layers):
             self._store(key(project(context), plan), None, cache, plan)
@@ -203,6 +229,9 @@ class DSparkDrafter(PlainDraft):
         rows[4] = np.arange(num_requests * width).reshape(num_requests, width)
         ids = np.full((num_requests, width), self._draft.noise_token_id, np.int64)
         ids[:, 0] = requests.anchors
+        if self._block is not None:
+            hidden, logits = self._block(ids, rows.reshape(5, -1))
+            return hidden[:, skipped:], logits[:, skipped:]
         plan = build_plan(rows.reshape(5, -1), self._cache.page_table, (), bidirectional=True)
         (tokens,) = to_device([ids.ravel()], self._cache.page_table.device)
         counts = tuple(count * width for count in requests.others)
@@ -210,6 +239,6 @@ class DSparkDrafter(PlainDraft):
         streams = spread(exchange.own(self._target.embed(tokens)), self._num_streams)
         for block, cache in zip(self._blocks, self._cache.layers):
             streams = drain(block.stages(streams, exchange.own(tokens), cache, plan, exchange, ignore))
-        hidden = exchange.for_attention(self._hyper_head(streams)).unflatten(0, (num_requests, width))[:, skipped:]
+        hidden = exchange.for_attention(self._hyper_head(streams)).unflatten(0, ids.shape)[:, skipped:]
         logits = self._target.head(self._norm(hidden.flatten(0, 1)))
         return hidden, logits.unflatten(0, (num_requests, self.gamma))

@@ -16,7 +16,7 @@ from ...layers.attention.plan import AttentionPlan, LayerCache
 from ...layers.attention.v4 import V4Attention, V4AttentionSizes
 from ...layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from ...layers.hyper_connection import HyperConnection, HyperHead, HyperSizes, spread
-from ...layers.kernels import Kernels
+from ...layers.kernels import Bound, Kernels
 from ...layers.moe import MoE, MoESizes
 from ...layers.norm import RMSNorm
 from ...layers.params import ParamSource, Scope
@@ -110,6 +110,11 @@ class Block:
         self._ffn_hc = HyperConnection(source, "hc_ffn", "ffn_norm", hyper, kernels)
         self._attention = V4Attention(source.scope("attn"), attention, rope, groups.attn_tp, kernels, layer)
         self.moe = MoE(source.scope("ffn"), moe, groups, kernels, layer, all_to_all)
+
+    @property
+    def bound(self) -> dict[str, Bound]:
+        """The operations of a sliding layer with a scored router, for :meth:`.Kernels.join`."""
+        return {"attn_hc": self._attn_hc.bound, **self._attention.bound, "ffn_hc": self._ffn_hc.bound, **self.moe.bound}
 
     def stages(
         self,

@@ -49,8 +49,8 @@ def logits(num_threads):
 one, three = logits(1), logits(3)
 for alone, together in zip(one, three, strict=True):
     assert torch.equal(alone, together), (alone - together).abs().max()
-ran = [hyper_connection._hc_pre_shared, hyper_connection._hc_post_shared, linear._linear_shared]
-ran += [linear._grouped_linear_shared, moe._experts_shared, projection._project_shared]
+ran = [hyper_connection._read_streams_shared, hyper_connection._write_streams_shared, linear._linear_shared]
+ran += [linear._grouped_linear_shared, moe._add_experts_shared, projection._project_shared]
 ran += [sparse_attention._select_shared, sparse_attention._attend_shared]
 idle = [kernel.py_func.__name__ for kernel in ran if not kernel.signatures]
 assert not idle, f"ran on one thread only: {idle}"

@@ -18,7 +18,7 @@ from .norm_rope import inverse_rms, rotate_tail
 
 
 @jit
-def _store(rows_at, keys, ring):
+def store_in_ring(rows_at, keys, ring):
     num_ring_rows, width = ring.shape[1:]
     rows = floats(rows_at, (keys.shape[1], width))
     for i in range(rows.shape[0]):
@@ -91,10 +91,10 @@ def bind_store_rows() -> Callable[..., None]:
             plain.store_rows(window_rows, raw_rows, cache, plan)
             return
         window_rows = window_rows.contiguous()
-        _store(address(window_rows), plan.host.keys, cache.host.window)
+        store_in_ring(address(window_rows), plan.host.keys, cache.host.window)
         if raw_rows is not None:
             raw_rows = raw_rows.contiguous()
-            _store(address(raw_rows), plan.host.keys, cache.host.raw)
+            store_in_ring(address(raw_rows), plan.host.keys, cache.host.raw)
 
     return store_rows
 

@@ -132,7 +132,7 @@ def _row_gates(mix, n, base, scale, hc_eps, num_iters, constrained, pre, post, c
 
 
 @jit
-def _hc_pre(streams_at, panels, base, scale, norm_weight, hc_eps, norm_eps, num_iters, constrained, x, post, comb):
+def read_streams(streams_at, panels, base, scale, norm_weight, hc_eps, norm_eps, num_iters, constrained, x, post, comb):
     num_rows, n, width = comb.shape[0], comb.shape[1], x.shape[1]
     streams = floats(streams_at, (num_rows, n, width))
     mixes = _mix(floats(streams_at, (num_rows, n * width)), panels, base.shape[0], norm_eps)
@@ -154,7 +154,7 @@ def _hc_pre(streams_at, panels, base, scale, norm_weight, hc_eps, norm_eps, num_
 
 
 @shared
-def _hc_pre_shared(
+def _read_streams_shared(
     num_parts, streams_at, panels, base, scale, norm_weight, hc_eps, norm_eps, num_iters, constrained, x, post, comb
 ):
     num_groups = (x.shape[0] + LANES - 1) // LANES
@@ -162,13 +162,13 @@ def _hc_pre_shared(
         first, last = share(num_groups, part, num_parts)
         a, b = LANES * first, min(LANES * last, x.shape[0])
         at = streams_at + BYTES * comb.shape[1] * x.shape[1] * a
-        _hc_pre(
+        read_streams(
             at, panels, base, scale, norm_weight, hc_eps, norm_eps, num_iters, constrained, x[a:b], post[a:b], comb[a:b]
         )
 
 
 @jit
-def _hc_post(streams_at, y_at, post_at, comb_at, out):
+def write_streams(streams_at, y_at, post_at, comb_at, out):
     num_rows, n, width = out.shape
     streams, y = floats(streams_at, out.shape), floats(y_at, (num_rows, width))
     post, comb = floats(post_at, (num_rows, n)), floats(comb_at, (num_rows, n, n))
@@ -184,16 +184,16 @@ def _hc_post(streams_at, y_at, post_at, comb_at, out):
 
 
 @shared
-def _hc_post_shared(num_parts, streams_at, y_at, post_at, comb_at, out):
+def _write_streams_shared(num_parts, streams_at, y_at, post_at, comb_at, out):
     num_rows, n, width = out.shape
     for part in prange(num_parts):
         a, b = share(num_rows, part, num_parts)
         streams, y = streams_at + BYTES * n * width * a, y_at + BYTES * width * a
-        _hc_post(streams, y, post_at + BYTES * n * a, comb_at + BYTES * n * n * a, out[a:b])
+        write_streams(streams, y, post_at + BYTES * n * a, comb_at + BYTES * n * n * a, out[a:b])
 
 
 @jit
-def _hc_collapse(streams_at, panels, base, scale, hc_eps, norm_eps, out):
+def collapse_streams(streams_at, panels, base, scale, hc_eps, norm_eps, out):
     num_rows, width = out.shape
     n = base.shape[0]
     streams = floats(streams_at, (num_rows, n, width))
@@ -241,11 +241,12 @@ def bind_hc_pre(
         post = np.empty((num_rows, n), np.float32)
         comb = np.empty((num_rows, n, n), np.float32)
         if num_rows < max(many, 2 * LANES):
-            _hc_pre(address(streams), *weights, *rest, x, post, comb)
+            read_streams(address(streams), *weights, *rest, x, post, comb)
         else:
-            _hc_pre_shared(threads, address(streams), *weights, *rest, x, post, comb)
+            _read_streams_shared(threads, address(streams), *weights, *rest, x, post, comb)
         return HyperIn(torch.from_numpy(x), torch.from_numpy(post), torch.from_numpy(comb))
 
+    hc_pre.weights = (*weights, *rest)
     return hc_pre
 
 
@@ -258,9 +259,9 @@ def bind_hc_post() -> Callable[..., torch.Tensor]:
         out = np.empty(streams.shape, np.float32)
         num_rows, n, width = streams.shape
         if num_rows < rows_to_share(n * (n + 1) * width, threads):
-            _hc_post(address(streams), address(y), address(post), address(comb), out)
+            write_streams(address(streams), address(y), address(post), address(comb), out)
         else:
-            _hc_post_shared(threads, address(streams), address(y), address(post), address(comb), out)
+            _write_streams_shared(threads, address(streams), address(y), address(post), address(comb), out)
         return torch.from_numpy(out)
 
     return hc_post
@@ -275,9 +276,10 @@ def bind_hc_collapse(
     def hc_collapse(streams: torch.Tensor) -> torch.Tensor:
         streams = streams.contiguous()
         out = np.empty((streams.shape[0], streams.shape[2]), np.float32)
-        _hc_collapse(address(streams), *weights, out)
+        collapse_streams(address(streams), *weights, out)
         return torch.from_numpy(out)
 
+    hc_collapse.weights = weights
     return hc_collapse
 
 

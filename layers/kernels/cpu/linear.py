@@ -15,7 +15,7 @@ from .threads import rows_to_share, share, shared, use_threads
 
 
 @jit
-def _linear(x_at, panels, out):
+def linear_rows(x_at, panels, out):
     packed_product(floats(x_at, (out.shape[0], panels.shape[1])), panels, out)
 
 
@@ -23,11 +23,11 @@ def _linear(x_at, panels, out):
 def _linear_shared(num_parts, x_at, panels, out):
     for part in prange(num_parts):
         first, last = share(out.shape[0], part, num_parts)
-        _linear(x_at + BYTES * panels.shape[1] * first, panels, out[first:last])
+        linear_rows(x_at + BYTES * panels.shape[1] * first, panels, out[first:last])
 
 
 @jit
-def _grouped_linear(x_at, panels, num_out, out):
+def grouped_linear_rows(x_at, panels, num_out, out):
     num_groups, num_in = panels.shape[0], panels.shape[2]
     for g in range(num_groups):
         at = x_at + BYTES * g * num_in
@@ -41,7 +41,7 @@ def _grouped_linear_shared(num_parts, x_at, panels, num_out, out):
     for part in prange(num_parts):
         first, last = share(out.shape[0], part, num_parts)
         at = x_at + BYTES * panels.shape[0] * panels.shape[2] * first
-        _grouped_linear(at, panels, num_out, out[first:last])
+        grouped_linear_rows(at, panels, num_out, out[first:last])
 
 
 def bind_linear(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -53,11 +53,12 @@ def bind_linear(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         x = x.contiguous()
         out = np.empty((x.shape[0], num_out), np.float32)
         if x.shape[0] < many:
-            _linear(address(x), panels, out)
+            linear_rows(address(x), panels, out)
         else:
             _linear_shared(threads, address(x), panels, out)
         return torch.from_numpy(out)
 
+    linear.weights = (panels, num_out)
     return linear
 
 
@@ -70,9 +71,10 @@ def bind_grouped_linear(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.
         x = x.contiguous()
         out = np.empty((x.shape[0], num_groups * num_out), np.float32)
         if x.shape[0] < many:
-            _grouped_linear(address(x), panels, num_out, out)
+            grouped_linear_rows(address(x), panels, num_out, out)
         else:
             _grouped_linear_shared(threads, address(x), panels, num_out, out)
         return torch.from_numpy(out)
 
+    grouped_linear.weights = (panels, num_out)
     return grouped_linear

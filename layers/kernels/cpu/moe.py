@@ -50,7 +50,7 @@ def _weigh(scores, experts, renormalise, scale, weights):
 
 
 @jit
-def _route_scored(logits_at, bias, scoring, renormalise, scale, experts, weights):
+def route_rows(logits_at, bias, scoring, renormalise, scale, experts, weights):
     logits = floats(logits_at, (experts.shape[0], bias.shape[0]))
     scores = np.empty(logits.shape[1], np.float32)
     biased = np.empty(logits.shape[1], np.float32)
@@ -87,7 +87,7 @@ def _swiglu_row(gate_up, limit, out):
 
 
 @jit
-def _swiglu(gate_up_at, limit, out):
+def swiglu_rows(gate_up_at, limit, out):
     gate_up = floats(gate_up_at, (out.shape[0], 2 * out.shape[1]))
     for i in range(out.shape[0]):
         _swiglu_row(gate_up[i], limit, out[i])
@@ -168,18 +168,18 @@ def _outer(inner, experts, weights_at, down, out):
 
 
 @jit
-def _experts(x_at, experts, weights_at, gate_up, down, limit, out):
+def add_experts(x_at, experts, weights_at, gate_up, down, limit, out):
     inner = np.zeros((experts.size, down.shape[2]), np.float32)
     _inner(x_at, out.shape[1], experts, gate_up, limit, inner)
     _outer(inner, experts, weights_at, down, out)
 
 
 @shared
-def _experts_shared(num_parts, x_at, experts, weights_at, gate_up, down, limit, out):
+def _add_experts_shared(num_parts, x_at, experts, weights_at, gate_up, down, limit, out):
     for part in prange(num_parts):
         a, b = share(out.shape[0], part, num_parts)
         x, weights = x_at + BYTES * out.shape[1] * a, weights_at + BYTES * experts.shape[1] * a
-        _experts(x, experts[a:b], weights, gate_up, down, limit, out[a:b])
+        add_experts(x, experts[a:b], weights, gate_up, down, limit, out[a:b])
 
 
 def bind_route_scored(
@@ -192,9 +192,10 @@ def bind_route_scored(
         logits = logits.contiguous()
         experts = np.empty((logits.shape[0], top_k), np.int64)
         weights = np.empty((logits.shape[0], top_k), np.float32)
-        _route_scored(address(logits), packed, kind, renormalise, factor, experts, weights)
+        route_rows(address(logits), packed, kind, renormalise, factor, experts, weights)
         return Routing(torch.from_numpy(experts), torch.from_numpy(weights))
 
+    route_scored.weights = ((packed, kind, renormalise, factor), top_k)
     return route_scored
 
 
@@ -219,9 +220,10 @@ def bind_swiglu(limit: float) -> Callable[[torch.Tensor], torch.Tensor]:
     def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
         gate_up = gate_up.contiguous()
         out = np.empty((gate_up.shape[0], gate_up.shape[1] // 2), np.float32)
-        _swiglu(address(gate_up), bound, out)
+        swiglu_rows(address(gate_up), bound, out)
         return torch.from_numpy(out)
 
+    swiglu.weights = (bound,)
     return swiglu
 
 
@@ -230,18 +232,19 @@ def bind_experts_forward(
 ) -> Callable[[torch.Tensor, Routing], torch.Tensor]:
     """See :func:`..moe.experts_forward`."""
     packed, threads = (pack(gate_up), pack(down), np.float32(limit)), use_threads()
-    operations = gate_up[0].numel() + down[0].numel() if len(down) else 0
+    operations = max(gate_up[:1].numel() + down[:1].numel(), 1)
 
     def experts_forward(x: torch.Tensor, routing: Routing) -> torch.Tensor:
         x, weights = x.contiguous(), routing.weights.contiguous()
         out = np.zeros(x.shape, np.float32)
         experts = routing.experts.contiguous().numpy()
         if x.shape[0] < rows_to_share(operations * experts.shape[1], threads):
-            _experts(address(x), experts, address(weights), *packed, out)
+            add_experts(address(x), experts, address(weights), *packed, out)
         else:
-            _experts_shared(threads, address(x), experts, address(weights), *packed, out)
+            _add_experts_shared(threads, address(x), experts, address(weights), *packed, out)
         return torch.from_numpy(out)
 
+    experts_forward.weights = packed
     return experts_forward
 
 

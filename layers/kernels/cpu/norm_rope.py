@@ -32,7 +32,7 @@ def rotate_tail(x, cos, sin):
 
 
 @jit
-def _rms_norm(x_at, weight, eps, out):
+def norm_rows(x_at, weight, eps, out):
     x = floats(x_at, out.shape)
     for i in range(x.shape[0]):
         scale = inverse_rms(x[i], eps)
@@ -53,7 +53,7 @@ def _heads(q_at, positions, cos, sin, normalise, eps, out):
 
 
 @jit
-def _key(kv_at, positions, weight, cos, sin, eps, out):
+def key_rows(kv_at, positions, weight, cos, sin, eps, out):
     kv = floats(kv_at, out.shape)
     for i in range(kv.shape[0]):
         scale = inverse_rms(kv[i], eps)
@@ -69,9 +69,10 @@ def bind_rms_norm(weight: torch.Tensor, eps: float) -> Callable[[torch.Tensor], 
     def rms_norm(x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
         out = np.empty(x.shape, np.float32)
-        _rms_norm(address(x), packed, small, out)
+        norm_rows(address(x), packed, small, out)
         return torch.from_numpy(out)
 
+    rms_norm.weights = (packed, small)
     return rms_norm
 
 
@@ -106,7 +107,8 @@ def bind_key_norm_rope(
     def key_norm_rope(kv: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         kv = kv.contiguous()
         out = np.empty(kv.shape, np.float32)
-        _key(address(kv), plan.host.queries[0], packed, cos, sin, small, out)
+        key_rows(address(kv), plan.host.queries[0], packed, cos, sin, small, out)
         return torch.from_numpy(out)
 
+    key_norm_rope.weights = (packed, cos, sin, small)
     return key_norm_rope

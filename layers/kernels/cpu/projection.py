@@ -56,8 +56,8 @@ def _take_apart(y, wide, first, positions, key_norm, cos, sin, eps, q, keys, raw
 
 
 @jit
-def _project(x_at, positions, panels_in, panels_q, latent_norm, num_in, num_q, key_norm, cos, sin, eps, q, keys, raw,
-             index_q, index_w):  # fmt: skip
+def project_rows(x_at, positions, panels_in, panels_q, latent_norm, num_in, num_q, key_norm, cos, sin, eps, q, keys,
+                 raw, index_q, index_w):  # fmt: skip
     num_rows, num_latents = keys.shape[0], latent_norm.shape[0]
     y, wide = np.empty((num_rows, num_in), np.float32), np.empty((num_rows, num_q), np.float32)
     latent = np.empty((num_rows, num_latents), np.float32)
@@ -73,7 +73,7 @@ def _project_shared(num_parts, x_at, positions, panels_in, panels_q, latent_norm
     for part in prange(num_parts):
         a, b = share(keys.shape[0], part, num_parts)
         at = x_at + BYTES * panels_in.shape[1] * a
-        _project(at, positions[a:b], panels_in, panels_q, latent_norm, num_in, num_q, key_norm, cos, sin, eps,
+        project_rows(at, positions[a:b], panels_in, panels_q, latent_norm, num_in, num_q, key_norm, cos, sin, eps,
                  q[a:b], keys[a:b], raw[a:b], index_q[a:b], index_w[a:b])  # fmt: skip
 
 
@@ -103,9 +103,10 @@ def bind_project(
         x = x.contiguous()
         outs = [np.empty((x.shape[0], *shape), np.float32) for shape in shapes]
         if x.shape[0] < many:
-            _project(address(x), plan.host.queries[0], *weights, *rest, *outs)
+            project_rows(address(x), plan.host.queries[0], *weights, *rest, *outs)
         else:
             _project_shared(threads, address(x), plan.host.queries[0], *weights, *rest, *outs)
         return Projected(*map(torch.from_numpy, outs))
 
+    project.weights = (*weights, *rest)
     return project

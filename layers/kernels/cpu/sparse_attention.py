@@ -188,7 +188,7 @@ def _keep_entry(entries, page_table, slot, t, at, seen, columns):
 
 
 @jit
-def _attend(
+def attend_rows(
     first, last, q_at, keys_at, num_step_keys, ring, entries, selected, all_visible, queries, page_table, block, sinks,
     window, ratio, cos, minus_sin, scale, out,
 ):  # fmt: skip
@@ -248,7 +248,7 @@ def _attend_shared(
 ):  # fmt: skip
     for part in prange(num_parts):
         first, last = share(out.shape[0], part, num_parts)
-        _attend(
+        attend_rows(
             first, last, q_at, keys_at, num_step_keys, ring, entries, selected, all_visible, queries, page_table, block,
             sinks, window, ratio, cos, minus_sin, scale, out,
         )  # fmt: skip
@@ -263,7 +263,7 @@ def bind_select_entries(ratio: int, top_k: int, scale: float) -> Callable[..., t
         (num_rows, num_heads, d), most, steps = q.shape, (plan.max_position + 1) // ratio, plan.host
         chosen = np.empty((num_rows, min(top_k, most)), np.int64)
         given = (address(q), address(weights), num_heads, cache.host.index_entries, steps.queries, steps.page_table)
-        if num_rows < rows_to_share(num_heads * d * most, threads):
+        if num_rows < rows_to_share(max(num_heads * d * most, 1), threads):
             _select(0, num_rows, *given, ratio, factor, most, chosen)
         else:
             _select_shared(threads, *given, ratio, factor, most, chosen)
@@ -305,9 +305,10 @@ def bind_attend(
         )
         # Each key is gathered, multiplied twice, and goes through an exponential function.
         if len(out) < rows_to_share(4 * window * q.shape[1] * q.shape[2], threads):
-            _attend(0, len(out), *given)
+            attend_rows(0, len(out), *given)
         else:
             _attend_shared(threads, *given)
         return torch.from_numpy(out)
 
+    attend.weights = weights
     return attend
