@@ -1,8 +1,10 @@
 """Decode speed with a draft against the same engine without one: ``dspark bench decode --draft NAME``.
 
 By domain, batch size and verify mode, greedy, on one rank. A run with the draft and a run without take turns, and must
-give the same ids. A round is a step that drafts and verifies, a plain step one of the engine without a draft; the
-sequential loop is what the draft's heads take to choose a block token by token.
+give the same ids. Requests of a batch end at the same length, so with a draft some end sooner than others, and the last
+ones run in smaller and smaller batches: the speed while all of them run is that of a batch which is kept full. A round
+is a step with the draft, a plain step one of the engine without; the sequential loop is what the draft's heads take to
+choose a block token by token.
 """
 
 from __future__ import annotations
@@ -46,14 +48,16 @@ class Case(NamedTuple):
 
 class Figures(NamedTuple):
     """``ratio``: tokens a second with the draft over those without, of all turns together; ``ratio_low`` and
-    ``ratio_high`` of a single one. ``tokens_per_round``: that a request got, a step. ``round_steps``: seconds of a
-    round in plain steps. ``loop_share``: the sequential loop's share of a round."""
+    ``ratio_high`` of a single one; ``full_ratio`` over the steps in which all requests of the batch run.
+    ``tokens_per_round``: that a request got, a step. ``round_steps``: seconds of a round in plain steps, medians of the
+    steps in which all run. ``loop_share``: the sequential loop's share of a round."""
 
     tokens_per_s: float
     plain_tokens_per_s: float
     ratio: float
     ratio_low: float
     ratio_high: float
+    full_ratio: float
     tokens_per_round: float
     round_steps: float
     loop_share: float
@@ -163,7 +167,9 @@ def figures_of(ours: Sequence[Decoded], theirs: Sequence[Decoded], loop_seconds:
     """What some runs with the draft and as many without it come to."""
     speeds = [sum(sum(run.counts[1:]) for run in runs) / sum(step_seconds(runs)) for runs in (ours, theirs)]
     ratios = [left.tokens_per_s / right.tokens_per_s for left, right in zip(ours, theirs)]
-    seconds, plain_seconds = (statistics.median(step_seconds(runs)) for runs in (ours, theirs))
+    full = [[step for run in runs for step in run.full_steps()] for runs in (ours, theirs)]
+    full_speeds = [sum(count for count, _ in steps) / sum(seconds for _, seconds in steps) for steps in full]
+    round_seconds, plain_seconds = (statistics.median(seconds for _, seconds in steps) for steps in full)
     emitted = sum(sum(run.counts[1:]) for run in ours) / sum(sum(run.requests[1:]) for run in ours)
     same = all(first_difference(a.token_ids, b.token_ids) is None for a, b in zip(ours, theirs))
     return Figures(
@@ -171,8 +177,9 @@ def figures_of(ours: Sequence[Decoded], theirs: Sequence[Decoded], loop_seconds:
         speeds[0] / speeds[1],
         min(ratios),
         max(ratios),
+        full_speeds[0] / full_speeds[1],
         emitted,
-        seconds / plain_seconds,
+        round_seconds / plain_seconds,
         loop_seconds / sum(step_seconds(ours)),
         same,
     )
@@ -197,6 +204,7 @@ def report(args: argparse.Namespace, setting: Setting, results: Mapping[Case, Fi
             "without",
             "ratio",
             "by turn",
+            "all running",
             "tokens/round",
             "round/plain",
             "loop",
@@ -204,7 +212,8 @@ def report(args: argparse.Namespace, setting: Setting, results: Mapping[Case, Fi
         rows = [
             (
                 case.domain, str(case.batch), case.mode, f"{f.tokens_per_s:.0f}", f"{f.plain_tokens_per_s:.0f}",
-                f"{f.ratio:.2f}x", f"{f.ratio_low:.2f} - {f.ratio_high:.2f}", f"{f.tokens_per_round:.2f}",
+                f"{f.ratio:.2f}x", f"{f.ratio_low:.2f} - {f.ratio_high:.2f}", f"{f.full_ratio:.2f}x",
+                f"{f.tokens_per_round:.2f}",
                 f"{f.round_steps:.2f}", f"{100 * f.loop_share:.1f} %" + ("" if f.ids_equal else "  IDS DIFFER"),
             )
             for case, f in results.items()

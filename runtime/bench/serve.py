@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
         f"{args.new_tokens} new tokens, {pace}, "
         f"median of {args.rounds} rounds in turning order"
     )
-    setting = Setting(flags.measured(session), baseline.about, how, 1, machine)
+    setting = Setting(flags.measured(session), baseline.about, how, args.threads, machine)
     report(args, setting, served, gaps, session.config.mixed_chunk)
     return EXIT_OK if served.difference is None else EXIT_FAILED
 

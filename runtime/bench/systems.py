@@ -35,6 +35,11 @@ class Decoded(NamedTuple):
         """New tokens of all prompts a second, over the steps after the first: prefill is left out."""
         return sum(self.counts[1:]) / (self.stamps[-1] - self.stamps[0])
 
+    def full_steps(self) -> list[tuple[int, float]]:
+        """Tokens and seconds of each step after the first in which every prompt was going on."""
+        steps = zip(self.counts[1:], self.requests[1:], self.stamps, self.stamps[1:])
+        return [(count, after - before) for count, going, before, after in steps if going == len(self.token_ids)]
+
 
 class System(Protocol):
     """Something that continues prompts."""

@@ -20,6 +20,10 @@ MIN_SURVIVAL = 1e-6
 ASYNC_LAG = 2
 """Steps between the confidences that set the budget and the step that uses it; in the second step of all, one."""
 
+LEAST_GAIN = 0.1
+"""What drafting must promise, in tokens a second, to be worth it. Requests whose drafts are kept end sooner than the
+others, which then run in smaller batches: a batch that gains less than this ends later than without a draft."""
+
 USUAL_STEPS = 50
 """Drafting steps that the running mean of survivals, which says whether drafting pays, reaches back."""
 
@@ -68,7 +72,8 @@ class AsyncPolicy:
         if plain is None or self._usual is None:
             return True
         usual = np.tile(self._usual, (len(max_lens), 1))
-        return bool(self._theta(usual, max_lens, other_rows).max() > plain)
+        gained = LEAST_GAIN if len(max_lens) > 1 else 0.0
+        return bool(self._theta(usual, max_lens, other_rows).max() > (1.0 + gained) * plain)
 
     def _cost_of_try(self, num_requests: int, other_rows: int) -> float:
         """In steps that do not draft: how much longer one takes that verifies a draft of each request."""

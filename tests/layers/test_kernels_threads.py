@@ -12,9 +12,11 @@ pytest.importorskip("numba")
 COMPARE = """
 import random, torch
 from dspark.layers.kernels import Kernels
-from dspark.layers.kernels.cpu import hyper_connection, linear, moe, projection, sparse_attention
+from dspark.layers.kernels.cpu import draft_block, hyper_connection, linear, moe, projection, sparse_attention
 from dspark.parallel.groups import Groups
 from dspark.runtime.checkpoint import CheckpointReader, bundled_model
+from dspark.runtime.draft.base import DraftRequests, DraftRoom
+from dspark.runtime.draft.dspark import DSparkDrafter
 from dspark.runtime.engine_config import EngineConfig, resolve
 from dspark.runtime.load import make_cache
 from dspark.runtime.model_config import load_model_config
@@ -29,7 +31,9 @@ steps = [[[random.randrange(8, config.vocab_size) for _ in range(n)] for n in ro
 
 def logits(num_threads):
     torch.set_num_threads(num_threads)
-    model = DeepseekV4(config, CheckpointReader(folder, config), Groups.single(), Kernels("numba"), 512, cpu)
+    source, groups, kernels = CheckpointReader(folder, config), Groups.single(), Kernels("numba")
+    model = DeepseekV4(config, source, groups, kernels, 512, cpu, config.dspark.target_layer_ids)
+    drafter = DSparkDrafter.load(config, source, model, groups, kernels, DraftRoom(4, 512, 8), 7)
     settings = EngineConfig(model=folder, max_running=4)
     settings = resolve(settings, model_dir=folder, device_type="cpu", max_positions=512, own_draft="none")
     cache = make_cache(config, settings, cpu)
@@ -42,8 +46,10 @@ def logits(num_threads):
             spans.append(Span(slot, starts[i], part, len(part)))
             starts[i] += len(part)
         step = build_step(spans, cache.page_table, cache.layout.ratios, config.vocab_size)
-        found.append(model.forward(step, cache).logits)
-    return found
+        output = model.forward(step, cache)
+        drafter.observe(output.taps, step)
+        found.append(output.logits)
+    return [*found, *drafter.forward(DraftRequests(slots, starts, [9, 99, 999], (3,)))]
 
 
 one, three = logits(1), logits(3)
@@ -51,7 +57,7 @@ for alone, together in zip(one, three, strict=True):
     assert torch.equal(alone, together), (alone - together).abs().max()
 ran = [hyper_connection._read_streams_shared, hyper_connection._write_streams_shared, linear._linear_shared]
 ran += [linear._grouped_linear_shared, moe._add_experts_shared, projection._project_shared]
-ran += [sparse_attention._select_shared, sparse_attention._attend_shared]
+ran += [draft_block._block_shared, sparse_attention._select_shared, sparse_attention._attend_shared]
 idle = [kernel.py_func.__name__ for kernel in ran if not kernel.signatures]
 assert not idle, f"ran on one thread only: {idle}"
 print("same")
