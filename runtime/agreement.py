@@ -29,7 +29,7 @@ class Agreement:
     """Exchanges one small integer row per rank. With one row owner nothing is sent."""
 
     def __init__(self, groups: Groups, device: torch.device) -> None:
-        self._groups, self._device = groups, device
+        self._groups, self.device = groups, device
 
     def numbers(self, value: int) -> tuple[int, ...]:
         """``value`` of every row owner, in order. Collective over the row owners."""
@@ -44,7 +44,7 @@ class Agreement:
         return [Shapes(whole, requests, any(row[1] for row in table)), *parts]
 
     def _exchange(self, row: list[int]) -> list[list[int]]:
-        return all_gather_ints(row, self._groups.attn_rows, self._device)
+        return all_gather_ints(row, self._groups.attn_rows, self.device)
 
     def collect(self, table: torch.Tensor, requests: Sequence[int]) -> torch.Tensor:
         """The rows [sum R, ...] of all DP ranks' ``table`` [R, ...], on ranks of the deciding column.

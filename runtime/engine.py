@@ -14,10 +14,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from ..comm.collectives import all_gather_ints, broadcast
@@ -27,7 +25,8 @@ from .agreement import Agreement
 from .balance.keeper import ExpertKeeper
 from .cache import Cache
 from .decide import Drafted, Ends, Recorder, StopStrings, make_decider
-from .draft import Drafter, DraftRequests
+from .draft import Drafter
+from .drafting import Drafting
 from .engine_config import EngineConfig
 from .graphs import Graphs
 from .homes import PrefixHomes
@@ -38,7 +37,6 @@ from .request import FinishReason, Request, TokenEvent, TokenLogprob, token_budg
 from .scheduler import Counts, Scheduler, StepPlan, lightest
 from .sequence import NO_SLOT, RequestState
 from .spec.schedule import VerifyPolicy
-from .spec.tree import message_width
 from .step import Span, Step
 from .step_maker import StepMaker, Steps
 
@@ -78,12 +76,11 @@ class Engine:
         self._link, self._graphs = StageLink(groups.pp), graphs
         is_deciding = self._link.is_last and groups.attn_block.rank == 0
         self._decider = make_decider(config, drafter.gamma) if is_deciding else None
-        self._decides_alone = is_deciding and groups.attn_block.size == groups.pp.size == 1
         self._ends = Ends(text)
         self._flights: deque[Flight] = deque()
-        self._may_skip_drafts = config.verify == "async"
         self._device = cache.page_table.device
         self._agreement = Agreement(groups, self._device)
+        self._drafting = Drafting(drafter, self._decider, self._agreement, groups, config.verify == "async")
         self._make_steps = StepMaker(config, groups, cache, self._agreement, model.config.vocab_size)
         num_snapshots = config.num_snapshots
         self.tree = PrefixTree(cache, num_snapshots) if num_snapshots else None
@@ -145,9 +142,7 @@ class Engine:
 
     def set_policy(self, policy: VerifyPolicy) -> None:
         """Replace how verified lengths are chosen, from the next step on; no effect on ranks that do not decide."""
-        self._may_skip_drafts = True
-        if self._decider:
-            self._decider.policy = policy
+        self._drafting.set_policy(policy)
 
     def record(self, recorder: Recorder | None) -> None:
         """Have ``recorder`` told of every verified block, on the deciding ranks."""
@@ -221,7 +216,7 @@ class Engine:
     def _launch(self) -> Flight:
         num_beside = -(-self._num_decoding // self.groups.attn_dp.size)
         plan = self._scheduler.plan(self._link.num_stages, num_beside)
-        drafted = self._draft(plan)
+        drafted = self._drafting.draft(plan)
         completed = [chunk.state for chunk in plan.chunks if chunk.completes]
         states = plan.decoding + completed
         steps = self._build(plan, drafted, len(states))
@@ -285,75 +280,6 @@ class Engine:
     def _to_first(self, table: torch.Tensor) -> torch.Tensor:
         """``table`` of the last stage's first rank on the first stage's. Collective over that pipeline column."""
         return broadcast(table, self.groups.pp, self._link.num_stages - 1) if self.groups.tp.rank == 0 else table
-
-    def _draft(self, plan: StepPlan) -> Drafted:
-        """Drafts for the decoding requests and how many of each are verified; the same on every rank of the block."""
-        states, gamma = plan.decoding, self.drafter.gamma
-        nothing = Drafted.nothing(len(states), gamma)
-        if gamma == 0:
-            return nothing
-        other_rows = sum(chunk.num_tokens for chunk in plan.chunks)
-
-        def limits() -> np.ndarray:
-            """Of each request the most drafts that are of use: a block of n may emit n + 1 tokens."""
-            return np.array([min(gamma, state.num_left - 1) for state in states], dtype=np.int64)
-
-        drafting, max_lens = [], None
-        if states and self._wants_draft(len(states), limits, other_rows):
-            max_lens = limits()
-            drafting = states if any(max_lens.tolist()) else []
-        others = self._agreement.numbers(len(drafting))
-        if not sum(others):
-            return nothing
-        requests = DraftRequests(
-            [state.slot for state in drafting],
-            [state.num_cached for state in drafting],
-            [state.tokens[-1] for state in drafting],
-            others,
-        )
-        block = None
-        if self._link.is_last:
-            block = self.drafter.propose(
-                requests, self._decider.noise(drafting) if self._decider and drafting else None
-            )
-        if not drafting:
-            return nothing
-        decided = None
-        if self._decider:
-            schedule = self._decider.schedule if self.drafter.tree is None else self._decider.schedule_trees
-            decided = schedule(states, block, max_lens, other_rows)
-            if self._decides_alone:
-                return decided
-        return self._told(decided, len(states))
-
-    def _told(self, decided: Drafted | None, num_requests: int) -> Drafted:
-        """What the deciding rank has ``decided``, on every rank of the block. Collective over the block and the
-        pipeline."""
-        tree = self.drafter.tree
-        if decided is not None:
-            message = decided.to_tensor(tree and tree.num_drafts).to(self._device)
-        else:
-            width = 1 + self.drafter.gamma if tree is None else message_width(tree.num_drafts)
-            message = torch.empty((num_requests, width), dtype=torch.int64, device=self._device)
-        if self._link.is_last:
-            message = broadcast(message, self.groups.attn_block)
-        message = broadcast(message, self.groups.pp, self._link.num_stages - 1)
-        return decided or Drafted.from_tensor(message, of_trees=tree is not None)
-
-    def _wants_draft(self, num_requests: int, max_lens: Callable[[], np.ndarray], other_rows: int) -> bool:
-        """Whether the policy drafts in this step; the same on every rank of the block. Collective over the block and
-        the pipeline where the policy may say no."""
-        if not self._may_skip_drafts:
-            return True
-        wish = False
-        if self._decider:
-            wish = self._decider.policy.wants_draft(num_requests, max_lens, other_rows)
-            if self._decides_alone:
-                return wish
-        message = torch.tensor([wish], dtype=torch.int64, device=self._device)
-        if self._link.is_last:
-            message = broadcast(message, self.groups.attn_block)
-        return bool(broadcast(message, self.groups.pp, self._link.num_stages - 1))
 
     def _build(self, plan: StepPlan, drafted: Drafted, num_requests: int) -> Steps:
         spans = []

@@ -62,7 +62,7 @@ class DSparkDrafter(PlainDraft):
         room: DraftRoom,
         gamma: int,
     ) -> None:
-        self.gamma = gamma
+        self.gamma, self._width = gamma, gamma if draft.sample_from_anchor else gamma + 1
         self._target, self._draft, self._groups, self._num_streams = target, draft, groups, config.hc_mult
         device, dtype = target.embed.weight.device, target.embed.weight.dtype
         rope = rope_table(config, config.main_rope, room.max_context + draft.block_size, device)
@@ -123,6 +123,8 @@ class DSparkDrafter(PlainDraft):
             norm=self._norm.bound,
             head=self._target.head.bound,
             vocab_size=self._target.config.vocab_size,
+            width=self._width,
+            mask_id=self._draft.noise_token_id,
         )
         keys = [(linear.bound, key) for linear, key in zip(self._context, self._keys)]
         project, norm = self._main_proj.bound, self._main_norm.bound
@@ -197,13 +199,17 @@ class DSparkDrafter(PlainDraft):
     def propose(self, requests: DraftRequests, noise: DraftNoise | None) -> HostDraftBlock | None:
         """See :meth:`.base.Drafter.propose`."""
         self.settle()
-        hidden, base_logits = self.forward(requests)
+        if self._block is not None:
+            hidden, base_logits = self._block_at_once(requests)
+        else:
+            hidden, base_logits = self.forward(requests)
         if noise is None:
             return None
         anchors = np.array(requests.anchors)
         if self._draw is not None:
             return self._draw_on_device(hidden, base_logits, anchors, noise)
-        hidden, base_logits = (x.float().cpu().numpy() for x in (hidden, base_logits))
+        if self._block is None:
+            hidden, base_logits = (x.float().cpu().numpy() for x in (hidden, base_logits))
         return self.heads.draw_block(base_logits, hidden, anchors, *noise)
 
     def _draw_on_device(
@@ -218,20 +224,25 @@ class DSparkDrafter(PlainDraft):
         tokens = tokens.cpu().numpy()
         return HostDraftBlock(tokens, probs, self.heads.confidence(hidden.float().cpu().numpy(), anchors, tokens))
 
+    def _block_at_once(self, requests: DraftRequests) -> tuple[np.ndarray, np.ndarray]:
+        """As :meth:`forward`, on the host."""
+        hidden, logits = self._block(np.array((requests.starts, requests.slots, requests.anchors), np.int64))
+        skipped = self._width - self.gamma
+        return (hidden[:, skipped:], logits[:, skipped:]) if skipped else (hidden, logits)
+
     @torch.inference_mode()
     def forward(self, requests: DraftRequests) -> tuple[torch.Tensor, torch.Tensor]:
         """The block's states before the final norm [R, γ, D] and its base logits [R, γ, V], row k for draft k + 1."""
-        num_requests, skipped = len(requests.slots), 0 if self._draft.sample_from_anchor else 1
-        width = self.gamma + skipped
+        if self._block is not None:
+            hidden, logits = map(torch.from_numpy, self._block_at_once(requests))
+            return hidden, logits
+        num_requests, width, skipped = len(requests.slots), self._width, self._width - self.gamma
         rows = np.empty((5, num_requests, width), np.int64)
         starts, slots = np.array((requests.starts, requests.slots), np.int64)[:, :, None]
         rows[0], rows[1], rows[2], rows[3] = starts + np.arange(width), slots, starts, starts + width
         rows[4] = np.arange(num_requests * width).reshape(num_requests, width)
         ids = np.full((num_requests, width), self._draft.noise_token_id, np.int64)
         ids[:, 0] = requests.anchors
-        if self._block is not None:
-            hidden, logits = self._block(ids, rows.reshape(5, -1))
-            return hidden[:, skipped:], logits[:, skipped:]
         plan = build_plan(rows.reshape(5, -1), self._cache.page_table, (), bidirectional=True)
         (tokens,) = to_device([ids.ravel()], self._cache.page_table.device)
         counts = tuple(count * width for count in requests.others)

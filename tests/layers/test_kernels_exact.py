@@ -6,16 +6,18 @@ import torch
 from dspark.layers.kernels.moe import Routing
 
 
-@pytest.fixture(scope="module")
-def exp_of():
+def looped(name):
+    """The compiled function ``name`` of each number of an array, in a loop that may run on vectors."""
     pytest.importorskip("numba", reason="without numba there is no compiled exp")
-    from dspark.layers.kernels.cpu.exp import exp
+    from dspark.layers.kernels.cpu import exp as functions
     from dspark.layers.kernels.cpu.jit import jit
+
+    function = getattr(functions, name)
 
     @jit
     def fill(x, out):
         for i in range(x.shape[0]):
-            out[i] = exp(x[i])
+            out[i] = function(x[i])
 
     def run(x):
         out = np.empty_like(x)
@@ -25,12 +27,35 @@ def exp_of():
     return run
 
 
+@pytest.fixture(scope="module")
+def exp_of():
+    return looped("exp")
+
+
+@pytest.fixture(scope="module")
+def exp_below_of():
+    return looped("exp_below")
+
+
 def test_exp_over_its_range(exp_of):
     """Within 2 units in the last place where results are normal numbers, and of the smallest number below."""
     x = np.linspace(-110.0, 88.72, 1_000_001).astype(np.float32)
     exact = np.exp(x.astype(np.float64))
     unit = 2.0 ** np.maximum(np.floor(np.log2(exact)) - 23, -149)
     assert (np.abs(exp_of(x) - exact) <= 2 * unit).all()
+
+
+def test_exp_below_zero(exp_below_of):
+    """Within 2 units in the last place down to -87, and there is nothing below; NaN stays."""
+    x = np.linspace(-87.0, 0.0, 1_000_001).astype(np.float32)
+    exact = np.exp(x.astype(np.float64))
+    unit = 2.0 ** (np.floor(np.log2(exact)) - 23)
+    assert (np.abs(exp_below_of(x) - exact) <= 2 * unit).all()
+    for count in (1, 37):
+        lowest = exp_below_of(np.repeat(np.float32([-88.0, -1e30, -np.inf]), count))
+        assert (0 <= lowest).all() and (lowest < 1e-37).all()
+        assert (exp_below_of(np.zeros(count, np.float32)) == 1.0).all()
+        assert np.isnan(exp_below_of(np.full(count, np.nan, np.float32))).all()
 
 
 @pytest.mark.parametrize("count", [1, 37])

@@ -12,7 +12,7 @@ from ...attention.plan import AttentionPlan, LayerCache
 from ...rope import RopeTable
 from .. import compress as plain
 from ..packed_keys import is_packed
-from .exp import exp
+from .exp import exp_below
 from .jit import address, floats, jit
 from .norm_rope import inverse_rms, rotate_tail
 
@@ -44,7 +44,7 @@ def _softmax_sum(z, c, first, scratch):
             top[k] = max(top[k], z[j, k])
     for j in range(first, num_rows):
         for k in range(d):
-            weight = exp(z[j, k] - top[k])
+            weight = exp_below(z[j, k] - top[k])
             total[k] += weight
             value[k] += weight * c[j, k]
     for k in range(d):

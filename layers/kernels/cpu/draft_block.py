@@ -118,6 +118,26 @@ def _from_attention(a, b, weights, queries, page_table, ring, entries, given):
 
 
 @jit
+def _rows_of(places, width, mask_id):
+    """Token ids [T] and the rows int64 [5, T] of blocks, see :class:`...attention.plan.Rows`."""
+    num_requests = places.shape[1]
+    ids, rows = np.empty(num_requests * width, np.int64), np.empty((5, num_requests * width), np.int64)
+    for r in range(num_requests):
+        start = places[0, r]
+        for k in range(width):
+            i = r * width + k
+            ids[i] = places[2, r] if k == 0 else mask_id
+            rows[0, i], rows[1, i], rows[2, i], rows[3, i], rows[4, i] = (
+                start + k,
+                places[1, r],
+                start,
+                start + width,
+                i,
+            )
+    return ids, rows
+
+
+@jit
 def _begin(ids, embed, num_streams, num_heads, head_dim):
     """The rows of a block before its first stage."""
     num_rows, width = ids.shape[0], embed.shape[1]
@@ -143,7 +163,8 @@ def _finish(a, b, streams, collapse, norm, head, hidden, logits):
 
 
 @jit
-def _block(stages, caches, ids, queries, page_table, embed, sizes, collapse, norm, head, hidden, logits):
+def _block(stages, caches, places, width, mask_id, page_table, embed, sizes, collapse, norm, head, hidden, logits):
+    ids, queries = _rows_of(places, width, mask_id)
     rows, num_rows = _begin(ids, embed, *sizes), ids.shape[0]
     for s in range(len(stages)):
         ring, entries = caches[s]
@@ -155,9 +176,10 @@ def _block(stages, caches, ids, queries, page_table, embed, sizes, collapse, nor
 
 @shared
 def _block_shared(
-    num_parts, stages, caches, ids, queries, page_table, embed, sizes, collapse, norm, head, hidden, logits
+    num_parts, stages, caches, places, width, mask_id, page_table, embed, sizes, collapse, norm, head, hidden, logits
 ):
     """As :func:`_block`. Threads take in nothing nested and nothing named, so that is put together inside the loop."""
+    ids, queries = _rows_of(places, width, mask_id)
     num_rows = ids.shape[0]
     streams, x, post, comb, q, keys = _begin(ids, embed, *sizes)
     for s in range(len(stages)):
@@ -206,28 +228,40 @@ def bind_draft_block(
     norm: Bound,
     head: Bound,
     vocab_size: int,
-) -> Callable[[np.ndarray, np.ndarray], tuple[torch.Tensor, torch.Tensor]]:
-    """``(ids int64 [R, w], rows int64 [5, T])`` -> states before the final ``norm`` [R, w, D] and logits [R, w, V].
+    width: int,
+    mask_id: int,
+) -> Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]:
+    """``places`` int64 [3, R] -> states before the final ``norm`` [R, w, D] and logits [R, w, V], both in numpy.
 
-    ``rows``: the fields of :class:`...attention.plan.Rows`, in order. ``stages``: the bound operations of each, by the
+    ``places``: position of the anchor, cache slot and anchor of each request, whose other ``width`` - 1 rows are
+    ``mask_id``. ``stages``: the bound operations of each, by the
     names in :class:`Stage`: a sliding layer with a scored router and all experts; their keys are stored in ``caches``.
     ``embed`` [>= V, D], ``head`` gives V logits or more.
     """
     weights, table, (panels, num_logits) = tuple(map(_taken, stages)), embed.numpy(), head.weights
     num_heads, head_dim, window = len(weights[0].attend[0]), len(weights[0].project[5]), weights[0].attend[1]
     buffers = tuple([(cache.host.window, cache.host.entries) for cache in caches])
-    rest = (page_table.numpy(), table, (num_streams, num_heads, head_dim), collapse.weights, norm.weights, panels)
+    rest = (
+        width,
+        mask_id,
+        page_table.numpy(),
+        table,
+        (num_streams, num_heads, head_dim),
+        collapse.weights,
+        norm.weights,
+        panels,
+    )
     threads = use_threads()
     many = rows_to_share(4 * window * num_heads * head_dim, threads)  # what attention alone takes
 
-    def draft_block(ids: np.ndarray, rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden, logits = np.empty((ids.size, table.shape[1]), np.float32), np.empty((ids.size, num_logits), np.float32)
-        if ids.size < many:
-            _block(weights, buffers, ids.ravel(), rows, *rest, hidden, logits)
+    def draft_block(places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        num_rows = places.shape[1] * width
+        hidden, logits = np.empty((num_rows, table.shape[1]), np.float32), np.empty((num_rows, num_logits), np.float32)
+        if num_rows < many:
+            _block(weights, buffers, places, *rest, hidden, logits)
         else:
-            _block_shared(threads, weights, buffers, ids.ravel(), rows, *rest, hidden, logits)
-        hidden, logits = hidden.reshape(*ids.shape, -1), logits.reshape(*ids.shape, -1)
-        return torch.from_numpy(hidden), torch.from_numpy(logits)[:, :, :vocab_size]
+            _block_shared(threads, weights, buffers, places, *rest, hidden, logits)
+        return hidden.reshape(-1, width, table.shape[1]), logits.reshape(-1, width, num_logits)[:, :, :vocab_size]
 
     return draft_block
 

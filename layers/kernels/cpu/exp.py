@@ -9,7 +9,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .jit import jit, strict
+from .jit import fused, jit
 
 LOG2_E = np.float32(math.log2(math.e))
 # ln 2 in two parts: the first has 9 bits, so that n LN2_HIGH is exact for every exponent n of a float.
@@ -17,8 +17,12 @@ LN2_HIGH = np.float32(0.693359375)
 LN2_LOW = np.float32(math.log(2.0) - 0.693359375)
 # Beyond these the result is zero or infinity.
 LOWEST, HIGHEST = np.float32(-105.0), np.float32(89.5)
+# From here on a factor 2^n is a normal number, and n from -126 to 0.
+LEAST = np.float32(-87.0)
 C2, C3, C4, C5, C6, C7 = (np.float32(1.0 / math.factorial(n)) for n in range(2, 8))
 HALF, ONE = np.float32(0.5), np.float32(1.0)
+# Added to a small number, it leaves the nearest whole number and 127 in the last bits of the sum.
+ROUNDER = np.float32(1.5 * 2**23 + 127)
 
 
 @intrinsic
@@ -33,7 +37,26 @@ def _power_of_two(typingctx, n):
     return types.float32(types.float32), emit
 
 
-@strict
+@intrinsic
+def _exponent(typingctx, t):
+    """2^n for ``t = n + ROUNDER``: the last 9 bits of ``t``, moved to where an exponent is."""
+
+    def emit(context, builder, signature, args):
+        bits = ir.IntType(32)
+        return builder.bitcast(builder.shl(builder.bitcast(args[0], bits), ir.Constant(bits, 23)), ir.FloatType())
+
+    return types.float32(types.float32), emit
+
+
+@fused
+def _series(y, n):
+    """``e^(y - n ln 2)``."""
+    r = (y - n * LN2_HIGH) - n * LN2_LOW
+    p = ((((C7 * r + C6) * r + C5) * r + C4) * r + C3) * r + C2
+    return (p * r + ONE) * r + ONE
+
+
+@fused
 def exp(x):
     """``e^x`` of a float32, within 2 units in the last place; 0, infinity and NaN where they belong.
 
@@ -43,12 +66,17 @@ def exp(x):
     y = x if x > LOWEST else LOWEST
     y = y if y < HIGHEST else HIGHEST
     n = np.floor(y * LOG2_E + HALF)
-    r = (y - n * LN2_HIGH) - n * LN2_LOW
-    p = ((((C7 * r + C6) * r + C5) * r + C4) * r + C3) * r + C2
-    p = (p * r + ONE) * r + ONE
     half = np.floor(n * HALF)
-    result = p * _power_of_two(half) * _power_of_two(n - half)
+    result = _series(y, n) * _power_of_two(half) * _power_of_two(n - half)
     return result if x == x else x
+
+
+@fused
+def exp_below(x):
+    """``e^x`` of a float32 ``x <= 0``, as in a softmax; below ``LEAST``, beside the 1 of the largest, as there."""
+    y = LEAST if x < LEAST else x
+    t = y * LOG2_E + ROUNDER
+    return _series(y, t - ROUNDER) * _exponent(t)
 
 
 @jit

@@ -9,7 +9,7 @@ import torch
 from numba import prange
 
 from ..hyper_connection import HyperIn
-from .exp import exp, sigmoid
+from .exp import exp_below, sigmoid
 from .jit import address, floats, jit
 from .norm_rope import inverse_rms
 from .packed import pack, packed_product
@@ -29,7 +29,7 @@ def _sinkhorn(comb, n, num_iters, eps):
         for b in range(1, n):
             top = max(top, comb[a, b])
         for b in range(n):
-            comb[a, b] = exp(comb[a, b] - top)
+            comb[a, b] = exp_below(comb[a, b] - top)
             total += comb[a, b]
         for b in range(n):
             comb[a, b] = comb[a, b] / total + eps
@@ -72,7 +72,7 @@ def _gates(mixes, first, count, base, scale, hc_eps, num_iters, lanes, post, com
             top[lane] = max(max(lanes[a, lane], lanes[a + 1, lane]), max(lanes[a + 2, lane], lanes[a + 3, lane]))
         for b in range(a, a + SIDE):
             for lane in range(LANES):
-                lanes[b, lane] = exp(lanes[b, lane] - top[lane])
+                lanes[b, lane] = exp_below(lanes[b, lane] - top[lane])
         for lane in range(LANES):
             total[lane] = (lanes[a, lane] + lanes[a + 1, lane]) + (lanes[a + 2, lane] + lanes[a + 3, lane])
         for b in range(a, a + SIDE):

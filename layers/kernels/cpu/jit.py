@@ -18,6 +18,8 @@ jit = numba.njit(**COMMON, fastmath={"reassoc", "contract", "nsz"})
 # Every operation as written: where the order of a sum, or the rounding of a difference, is the point. It has to be
 # said: a function that says nothing is compiled in the way of whoever calls it first.
 strict = numba.njit(**COMMON, fastmath=False)
+# As written, but a product and a sum may be one operation, rounded once.
+fused = numba.njit(**COMMON, fastmath={"contract"})
 
 
 def address(x: torch.Tensor) -> int:

@@ -9,7 +9,7 @@ import torch
 from numba import prange
 
 from ..moe import Routing
-from .exp import exp, sigmoid
+from .exp import exp, exp_below, sigmoid
 from .jit import address, floats, jit, largest
 from .packed import pack, packed_product
 from .product import BYTES
@@ -25,7 +25,7 @@ def _score_row(logits, scoring, scores):
         top = largest(logits)
         total = np.float32(0)
         for e in range(num_experts):
-            scores[e] = exp(logits[e] - top)
+            scores[e] = exp_below(logits[e] - top)
             total += scores[e]
         for e in range(num_experts):
             scores[e] /= total

@@ -12,7 +12,7 @@ from ...attention.plan import AttentionPlan, LayerCache
 from ...rope import RopeTable
 from .. import sparse_attention as plain
 from ..packed_keys import is_packed
-from .exp import exp
+from .exp import exp_below
 from .jit import address, floats, jit, largest
 from .norm_rope import rotate_tail
 from .product import BYTES, part_product, spot
@@ -143,9 +143,9 @@ def _keep(row, at, seen, columns):
 def _softmax(logits, sink):
     """``e^(logits - top)`` in place, and one over their sum with the sink's share."""
     top = max(sink, largest(logits))
-    total = exp(sink - top)
+    total = exp_below(sink - top)
     for k in range(logits.shape[0]):
-        logits[k] = exp(logits[k] - top)
+        logits[k] = exp_below(logits[k] - top)
         total += logits[k]
     return np.float32(1) / total
 
