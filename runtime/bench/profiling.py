@@ -171,7 +171,7 @@ def _timed_model(engine: Engine, watch: Stopwatch) -> Model:
 def _time_phases(engine: Engine, watch: Stopwatch) -> None:
     phases = (
         ("schedule", engine._scheduler, "plan"),
-        ("draft", engine, "_draft"),
+        ("draft", engine._drafting, "draft"),
         ("build", engine, "_build"),
         ("model", engine.model, "run_stage"),
         ("choose", engine, "_land"),
