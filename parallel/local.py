@@ -24,7 +24,8 @@ def run_forked(
     """``fn(rank)`` on ``world`` forked gloo ranks; the results by rank, which must be JSON values.
 
     ``nodes``: namespaces that the ranks are dealt to in equal runs. ``timeout``: seconds that a collective may wait.
-    Forking is safe only with one OpenMP thread and without CUDA in this process; ``ValueError`` otherwise. Raises
+    Forking is safe only without CUDA in this process and with one OpenMP thread, now (``ValueError`` otherwise) and at
+    all times before. Raises
     ``RuntimeError`` with the traceback of a rank that failed.
     """
     if torch.get_num_threads() != 1:

@@ -30,7 +30,7 @@ class Drafting:
     def __init__(
         self, drafter: Drafter, decider: Decider | None, agreement: Agreement, groups: Groups, may_skip: bool
     ) -> None:
-        self._drafter, self._decider, self._agreement, self._groups = drafter, decider, agreement, groups
+        self.drafter, self.decider, self._agreement, self._groups = drafter, decider, agreement, groups
         self._may_skip, self._device = may_skip, agreement.device
         self._is_last = groups.pp.rank == groups.pp.size - 1
         self._decides_alone = decider is not None and groups.attn_block.size == groups.pp.size == 1
@@ -38,13 +38,13 @@ class Drafting:
     def set_policy(self, policy: VerifyPolicy) -> None:
         """Replace how verified lengths are chosen; the same call on every rank."""
         self._may_skip = True
-        if self._decider:
-            self._decider.policy = policy
+        if self.decider:
+            self.decider.policy = policy
 
     def draft(self, plan: StepPlan) -> Drafted:
         """Drafts for the decoding requests and how many of each are verified; the same on every rank of the block.
         Collective over the tp group and the pipeline."""
-        states, gamma = plan.decoding, self._drafter.gamma
+        states, gamma = plan.decoding, self.drafter.gamma
         nothing = Drafted.nothing(len(states), gamma)
         if gamma == 0:
             return nothing
@@ -69,13 +69,13 @@ class Drafting:
         )
         block = None
         if self._is_last:
-            noise = self._decider.noise(drafting) if self._decider and drafting else None
-            block = self._drafter.propose(requests, noise)
+            noise = self.decider.noise(drafting) if self.decider and drafting else None
+            block = self.drafter.propose(requests, noise)
         if not drafting:
             return nothing
         decided = None
-        if self._decider:
-            schedule = self._decider.schedule if self._drafter.tree is None else self._decider.schedule_trees
+        if self.decider:
+            schedule = self.decider.schedule if self.drafter.tree is None else self.decider.schedule_trees
             decided = schedule(states, block, max_lens, other_rows)
         return decided if self._decides_alone else self._told(decided, len(states))
 
@@ -85,8 +85,8 @@ class Drafting:
         if not self._may_skip:
             return True
         wish = False
-        if self._decider:
-            wish = self._decider.policy.wants_draft(num_requests, max_lens, other_rows)
+        if self.decider:
+            wish = self.decider.policy.wants_draft(num_requests, max_lens, other_rows)
             if self._decides_alone:
                 return wish
         return bool(self._from_decider(torch.tensor([wish], dtype=torch.int64, device=self._device)))
@@ -94,11 +94,11 @@ class Drafting:
     def _told(self, decided: Drafted | None, num_requests: int) -> Drafted:
         """What the deciding rank has ``decided``, on every rank of the block. Collective over the block and the
         pipeline."""
-        tree = self._drafter.tree
+        tree = self.drafter.tree
         if decided is not None:
             message = decided.to_tensor(tree and tree.num_drafts).to(self._device)
         else:
-            width = 1 + self._drafter.gamma if tree is None else message_width(tree.num_drafts)
+            width = 1 + self.drafter.gamma if tree is None else message_width(tree.num_drafts)
             message = torch.empty((num_requests, width), dtype=torch.int64, device=self._device)
         message = self._from_decider(message)
         return decided or Drafted.from_tensor(message, of_trees=tree is not None)

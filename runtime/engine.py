@@ -24,7 +24,7 @@ from ..parallel.groups import Groups
 from .agreement import Agreement
 from .balance.keeper import ExpertKeeper
 from .cache import Cache
-from .decide import Drafted, Ends, Recorder, StopStrings, make_decider
+from .decide import Decider, Drafted, Ends, Recorder, StopStrings, make_decider
 from .draft import Drafter
 from .drafting import Drafting
 from .engine_config import EngineConfig
@@ -71,16 +71,16 @@ class Engine:
         graphs: Graphs | None = None,
         keeper: ExpertKeeper | None = None,
     ) -> None:
-        self.model, self.drafter, self.cache, self.config, self.groups = model, drafter, cache, config, groups
+        self.model, self.cache, self.config, self.groups = model, cache, config, groups
         self.keeper = keeper
         self._link, self._graphs = StageLink(groups.pp), graphs
         is_deciding = self._link.is_last and groups.attn_block.rank == 0
-        self._decider = make_decider(config, drafter.gamma) if is_deciding else None
+        decider = make_decider(config, drafter.gamma) if is_deciding else None
         self._ends = Ends(text)
         self._flights: deque[Flight] = deque()
         self._device = cache.page_table.device
         self._agreement = Agreement(groups, self._device)
-        self._drafting = Drafting(drafter, self._decider, self._agreement, groups, config.verify == "async")
+        self._drafting = Drafting(drafter, decider, self._agreement, groups, config.verify == "async")
         self._make_steps = StepMaker(config, groups, cache, self._agreement, model.config.vocab_size)
         num_snapshots = config.num_snapshots
         self.tree = PrefixTree(cache, num_snapshots) if num_snapshots else None
@@ -94,6 +94,15 @@ class Engine:
         self._states: dict[int, RequestState] = {}
         self._numbers: dict[str, int] = {}
         self._next_number = itertools.count()
+
+    @property
+    def drafter(self) -> Drafter:
+        """What proposes tokens."""
+        return self._drafting.drafter
+
+    @property
+    def _decider(self) -> Decider | None:
+        return self._drafting.decider
 
     def add(self, request: Request) -> None:
         """Queue a request that :func:`.request.validate_request` has accepted. The same on every rank.
@@ -141,7 +150,7 @@ class Engine:
             self._scheduler.finish(state)
 
     def set_policy(self, policy: VerifyPolicy) -> None:
-        """Replace how verified lengths are chosen, from the next step on; no effect on ranks that do not decide."""
+        """Replace how verified lengths are chosen, from the next step on; the same call on every rank."""
         self._drafting.set_policy(policy)
 
     def record(self, recorder: Recorder | None) -> None:

@@ -58,7 +58,7 @@ NARROW = {"block_linear": "scaled_linear", "experts_forward": "scaled_experts_fo
 
 
 Bound = Callable[..., object]
-"""An operation with its weights; see :meth:`Kernels.bind`."""
+"""An operation with its weights, see :meth:`Kernels.bind`. Those that may be joined have ``weights``, as packed."""
 
 
 class Backend(NamedTuple):

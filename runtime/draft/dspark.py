@@ -21,7 +21,6 @@ from ...layers.draft_heads import load_confidence_head, load_markov_head
 from ...layers.draft_heads_host import HostDraftBlock, HostHeads
 from ...layers.hyper_connection import HyperHead, spread
 from ...layers.kernels import Bound, Kernels
-from ...layers.kernels.packed_keys import is_packed
 from ...layers.linear import MergedLinear, Part
 from ...layers.norm import RMSNorm
 from ...layers.params import ParamSource, Scope
@@ -93,7 +92,8 @@ class DSparkDrafter(PlainDraft):
         last = stages[-1]
         self._hyper_head = HyperHead(last, "hc_head", hyper_sizes(config), kernels)
         self._norm = RMSNorm(last, "norm", config.rms_norm_eps, kernels)
-        self._block, self._inject = self._joined(kernels) if groups.tp.size == 1 else (None, None)
+        local = groups.tp.size == 1 and not travels
+        self._block, self._inject = self._joined(kernels) if local else (None, None)
         self._pending: list[tuple[torch.Tensor, np.ndarray]] = []  # taps and key rows of plain steps
         self._num_pending, self._window = 0, attention.window
         markov = None
@@ -109,7 +109,7 @@ class DSparkDrafter(PlainDraft):
 
     def _joined(self, kernels: Kernels) -> tuple[Bound | None, Bound | None]:
         """The block's forward and the taps' way into the rings, each as one call, where the kernels have them."""
-        if any(block.moe.slots is not None for block in self._blocks) or is_packed(self._cache.layers[0].window):
+        if any(block.moe.slots is not None for block in self._blocks):
             return None, None
         caches = self._cache.layers
         block = kernels.join(

@@ -8,11 +8,13 @@ import pytest
 
 pytest.importorskip("numba")
 
-# Three threads, which share no number of rows evenly. In a process of its own: where threads have run, none may fork.
+# Three threads of eight that numba may use; they share few numbers of rows evenly. In a process of its own: where
+# threads have run, none may fork.
 COMPARE = """
 import random, torch
 from dspark.layers.kernels import Kernels
 from dspark.layers.kernels.cpu import draft_block, hyper_connection, linear, moe, projection, sparse_attention
+from dspark.layers.kernels.cpu.threads import use_threads
 from dspark.parallel.groups import Groups
 from dspark.runtime.checkpoint import CheckpointReader, bundled_model
 from dspark.runtime.draft.base import DraftRequests, DraftRoom
@@ -33,6 +35,7 @@ def logits(num_threads):
     torch.set_num_threads(num_threads)
     source, groups, kernels = CheckpointReader(folder, config), Groups.single(), Kernels("numba")
     model = DeepseekV4(config, source, groups, kernels, 512, cpu, config.dspark.target_layer_ids)
+    assert torch.get_num_threads() == use_threads() == num_threads
     drafter = DSparkDrafter.load(config, source, model, groups, kernels, DraftRoom(4, 512, 8), 7)
     settings = EngineConfig(model=folder, max_running=4)
     settings = resolve(settings, model_dir=folder, device_type="cpu", max_positions=512, own_draft="none")
@@ -65,7 +68,7 @@ print("same")
 
 
 def test_threads_change_no_bit() -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "3", "NUMBA_NUM_THREADS": "3", "PYTHONSAFEPATH": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "3", "NUMBA_NUM_THREADS": "8", "PYTHONSAFEPATH": "1"}
     done = subprocess.run([sys.executable, "-c", COMPARE], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["same"]

@@ -20,9 +20,7 @@ def test_same_tokens(drafted, temperatures, joint):
         judges.append(Kernels("triton"))  # in the interpreter
     for kernels in judges:
         engine = loaded.engine(loaded.own)
-        engine._decider = engine._drafting._decider = Decider(
-            engine.drafter.gamma, StaticPolicy(), joint=joint, kernels=kernels
-        )
+        engine._drafting.decider = Decider(engine.drafter.gamma, StaticPolicy(), joint=joint, kernels=kernels)
         requests = []
         for i, temperature in enumerate(temperatures):
             params = SamplingParams(max_new_tokens=24, temperature=temperature, ignore_eos=True)

@@ -234,9 +234,8 @@ def bind_draft_block(
     """``places`` int64 [3, R] -> states before the final ``norm`` [R, w, D] and logits [R, w, V], both in numpy.
 
     ``places``: position of the anchor, cache slot and anchor of each request, whose other ``width`` - 1 rows are
-    ``mask_id``. ``stages``: the bound operations of each, by the
-    names in :class:`Stage`: a sliding layer with a scored router and all experts; their keys are stored in ``caches``.
-    ``embed`` [>= V, D], ``head`` gives V logits or more.
+    ``mask_id``. ``stages``: the bound operations of each, by the names in :class:`Stage`: a sliding layer with a scored
+    router and all experts; their keys are stored in ``caches``. ``embed`` [>= V, D], ``head`` gives V logits or more.
     """
     weights, table, (panels, num_logits) = tuple(map(_taken, stages)), embed.numpy(), head.weights
     num_heads, head_dim, window = len(weights[0].attend[0]), len(weights[0].project[5]), weights[0].attend[1]

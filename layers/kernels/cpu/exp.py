@@ -73,7 +73,8 @@ def exp(x):
 
 @fused
 def exp_below(x):
-    """``e^x`` of a float32 ``x <= 0``, as in a softmax; below ``LEAST``, beside the 1 of the largest, as there."""
+    """``e^x`` of a float32 ``x <= 0``, for sums that hold a 1; below ``LEAST`` it stays at e^-87, nothing beside that.
+    NaN where it belongs."""
     y = LEAST if x < LEAST else x
     t = y * LOG2_E + ROUNDER
     return _series(y, t - ROUNDER) * _exponent(t)

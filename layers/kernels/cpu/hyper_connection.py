@@ -208,7 +208,7 @@ def collapse_streams(streams_at, panels, base, scale, hc_eps, norm_eps, out):
 @jit
 def _hc_mean(streams_at, n, out):
     num_rows, width = out.shape
-    streams, share = floats(streams_at, (num_rows, n, width)), np.float32(1.0 / n)
+    streams, part = floats(streams_at, (num_rows, n, width)), np.float32(1.0 / n)
     for i in range(num_rows):
         for j in range(width):
             out[i, j] = streams[i, 0, j]
@@ -216,7 +216,7 @@ def _hc_mean(streams_at, n, out):
             for j in range(width):
                 out[i, j] += streams[i, k, j]
         for j in range(width):
-            out[i, j] *= share
+            out[i, j] *= part
 
 
 def bind_hc_pre(

@@ -9,7 +9,7 @@ import torch
 from numba import prange
 
 from ..moe import Routing
-from .exp import exp, exp_below, sigmoid
+from .exp import exp, sigmoid
 from .jit import address, floats, jit, largest
 from .packed import pack, packed_product
 from .product import BYTES
@@ -25,7 +25,7 @@ def _score_row(logits, scoring, scores):
         top = largest(logits)
         total = np.float32(0)
         for e in range(num_experts):
-            scores[e] = exp_below(logits[e] - top)
+            scores[e] = exp(logits[e] - top)
             total += scores[e]
         for e in range(num_experts):
             scores[e] /= total
@@ -232,7 +232,7 @@ def bind_experts_forward(
 ) -> Callable[[torch.Tensor, Routing], torch.Tensor]:
     """See :func:`..moe.experts_forward`."""
     packed, threads = (pack(gate_up), pack(down), np.float32(limit)), use_threads()
-    operations = max(gate_up[:1].numel() + down[:1].numel(), 1)
+    operations = gate_up[:1].numel() + down[:1].numel()
 
     def experts_forward(x: torch.Tensor, routing: Routing) -> torch.Tensor:
         x, weights = x.contiguous(), routing.weights.contiguous()

@@ -263,7 +263,7 @@ def bind_select_entries(ratio: int, top_k: int, scale: float) -> Callable[..., t
         (num_rows, num_heads, d), most, steps = q.shape, (plan.max_position + 1) // ratio, plan.host
         chosen = np.empty((num_rows, min(top_k, most)), np.int64)
         given = (address(q), address(weights), num_heads, cache.host.index_entries, steps.queries, steps.page_table)
-        if num_rows < rows_to_share(max(num_heads * d * most, 1), threads):
+        if num_rows < rows_to_share(num_heads * d * most, threads):
             _select(0, num_rows, *given, ratio, factor, most, chosen)
         else:
             _select_shared(threads, *given, ratio, factor, most, chosen)

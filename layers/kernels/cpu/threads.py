@@ -25,22 +25,28 @@ WORTH_SHARING = 100_000
 
 def use_threads() -> int:
     """The threads for kernels that are bound now: as many as torch uses, which numba is told for the calling thread;
-    kernels run on it too. One where numba finds no OpenMP: its own threads take longer to start than most kernels run.
+    kernels run on it too. One without OpenMP, since numba's own threads take longer to start than most kernels run.
     """
-    num_threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
-    if num_threads == 1:
+    of_torch = torch.get_num_threads()
+    num_threads = min(of_torch, numba.config.NUMBA_NUM_THREADS)
+    if num_threads == 1 or numba.config.THREADING_LAYER.lower() not in ("default", "omp"):
         return 1
     try:
         importlib.import_module("numba.np.ufunc.omppool")
     except ImportError:
         return 1
     numba.set_num_threads(num_threads)
+    torch.set_num_threads(of_torch)  # both use one OpenMP, to which numba, when it starts, gives its own number
     return num_threads
 
 
 def rows_to_share(operations: int, num_threads: int) -> int:
     """From how many rows on, of so many multiply-adds each, threads pay; at least one for each."""
-    return sys.maxsize if num_threads == 1 else max(num_threads, math.ceil(WORTH_SHARING * num_threads / operations))
+    return (
+        sys.maxsize
+        if num_threads == 1
+        else max(num_threads, math.ceil(WORTH_SHARING * num_threads / max(operations, 1)))
+    )
 
 
 @strict

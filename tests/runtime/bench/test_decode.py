@@ -163,6 +163,9 @@ def test_draft_on_and_off(capsys, tmp_path):
         assert figures["ratio"] == pytest.approx(figures["tokens_per_s"] / figures["plain_tokens_per_s"])
         assert 1 <= figures["tokens_per_round"] <= 4 and 0 <= figures["loop_share"] < 1
         assert figures["round_steps"] > 0
+        assert (
+            figures["full_ratio"] == pytest.approx(figures["ratio"]) if "batch_1" in name else figures["full_ratio"] > 0
+        )
     assert result["golden_batch_1_static"]["tokens_per_round"] > 1.2
     assert result["golden_batch_1_static"]["tokens_per_round"] >= result["golden_batch_1_sync"]["tokens_per_round"]
 

@@ -59,7 +59,7 @@ class Steered:
     def __init__(self, engine, seed):
         self.engine, self.draft, self.rng = engine, engine.drafter, np.random.default_rng(seed)
         self.notes = []
-        engine.drafter = engine._drafting._drafter = self
+        engine._drafting.drafter = self
 
     def __getattr__(self, name):
         return getattr(self.draft, name)
@@ -148,7 +148,7 @@ def test_laws_after_any_history(made_up_draft, gamma, chunk_size):
 
 def load_again(engine):
     """The same engine with its draft unwrapped."""
-    engine.drafter = engine._drafting._drafter = engine.drafter.draft
+    engine._drafting.drafter = engine.drafter.draft
     return engine
 
 

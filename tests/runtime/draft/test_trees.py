@@ -169,7 +169,7 @@ def right_engine(dense, depth, **options):
         dense.eagle, **{"tree": "dynamic", "gamma": depth, "tree_nodes": 3 * depth, "tree_topk": 3} | options
     )
     texts = [[*ids, *expected[str(i)]] for i, ids in enumerate(dense.prompts)]
-    engine.drafter = engine._drafting._drafter = Right(texts, depth, 24)
+    engine._drafting.drafter = Right(texts, depth, 24)
     return engine, expected
 
 

@@ -217,6 +217,23 @@ def test_async_spends_the_budget_on_the_best_current_drafts():
         AsyncPolicy(curve([1.0]), lag=0)
 
 
+@pytest.mark.parametrize(
+    "gain,drafts_alone,drafts_together", [(1.0, False, False), (1.05, True, False), (1.2, True, True)]
+)
+def test_async_drafts_for_a_batch_where_a_tenth_is_gained(gain, drafts_alone, drafts_together):
+    """A draft that is always kept doubles the tokens of a step; a step with it takes 2 / gain times as long."""
+    for num_requests, drafts in ((1, drafts_alone), (2, drafts_together)):
+        round_seconds = 2.0 / gain
+        table = AdditiveTable(
+            round_seconds, np.array([1, 2]), np.zeros(2), np.array([1, 4]), np.zeros(2), plain_seconds=np.ones(2)
+        )
+        policy, max_lens = AsyncPolicy(table), np.ones(num_requests, np.int64)
+        for _ in range(9):
+            policy.wants_draft(num_requests, lambda max_lens=max_lens: max_lens)
+            policy.plan(list(range(num_requests)), np.ones((num_requests, 1)), max_lens)
+        assert policy.wants_draft(num_requests, lambda max_lens=max_lens: max_lens) is drafts
+
+
 def test_sync_stops_at_a_tie():
     c = np.array([[1.0, 1.0]])
     schedule = SyncPolicy(curve([1.0, 0.5, 0.5])).plan([0], c, full(c))
