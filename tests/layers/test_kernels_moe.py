@@ -60,6 +60,16 @@ def test_of_equal_scores_the_lower_id_wins(twins, scoring, top_k):
         assert route(logits).experts.tolist() == expected[:, :top_k].tolist()
 
 
+def test_tiny_scores_of_a_softmax_keep_their_order(twins):
+    """Down to 1e-43, far below what a sum beside a 1 would notice."""
+    logits = torch.tensor([[0.0, -90.0, -95.0, -100.0, -88.0, -200.0]])
+    for kernels in twins:
+        route = kernels.bind(
+            "route_scored", bias=torch.zeros(6), top_k=4, scoring="softmax", renormalise=False, scale=1.0
+        )
+        assert route(logits).experts.tolist() == [[0, 4, 1, 2]]
+
+
 @pytest.mark.parametrize("scoring", SCORINGS)
 def test_a_bias_chooses_but_does_not_weigh(twins, scoring):
     logits, bias = random(7, 5), torch.tensor([0.0, -1e6, 1e6, 0.0, -1e6])

@@ -127,13 +127,8 @@ def _rows_of(places, width, mask_id):
         for k in range(width):
             i = r * width + k
             ids[i] = places[2, r] if k == 0 else mask_id
-            rows[0, i], rows[1, i], rows[2, i], rows[3, i], rows[4, i] = (
-                start + k,
-                places[1, r],
-                start,
-                start + width,
-                i,
-            )
+            rows[0, i], rows[1, i], rows[2, i] = start + k, places[1, r], start
+            rows[3, i], rows[4, i] = start + width, i
     return ids, rows
 
 
@@ -145,10 +140,8 @@ def _begin(ids, embed, num_streams, num_heads, head_dim):
     for i in range(num_rows):
         for k in range(num_streams):
             streams[i, k] = embed[ids[i]]
-    post, comb = (
-        np.empty((num_rows, num_streams), np.float32),
-        np.empty((num_rows, num_streams, num_streams), np.float32),
-    )
+    post = np.empty((num_rows, num_streams), np.float32)
+    comb = np.empty((num_rows, num_streams, num_streams), np.float32)
     q, keys = np.empty((num_rows, num_heads, head_dim), np.float32), np.empty((num_rows, head_dim), np.float32)
     return Rows(streams, np.empty((num_rows, width), np.float32), post, comb, q, keys)
 

@@ -203,13 +203,8 @@ def attend_rows(
     scaled, inverse = np.empty((num_heads, d), np.float32), np.empty(num_heads, np.float32)
     i = first
     while i < last:
-        run, p, slot, start, at = (
-            _run_length(queries, i, last),
-            queries[0, i],
-            queries[1, i],
-            queries[2, i],
-            queries[4, i],
-        )
+        run = _run_length(queries, i, last)
+        p, slot, start, at = queries[0, i], queries[1, i], queries[2, i], queries[4, i]
         lowest = max(0, start - window if block else p - window + 1)
         for s in range(lowest, queries[3, i] if block else p + run):
             _keep(keys[at - (p - s)] if s >= start else ring[slot, s % ring.shape[1]], s - lowest, seen, columns)

@@ -42,11 +42,9 @@ def use_threads() -> int:
 
 def rows_to_share(operations: int, num_threads: int) -> int:
     """From how many rows on, of so many multiply-adds each, threads pay; at least one for each."""
-    return (
-        sys.maxsize
-        if num_threads == 1
-        else max(num_threads, math.ceil(WORTH_SHARING * num_threads / max(operations, 1)))
-    )
+    if num_threads == 1:
+        return sys.maxsize
+    return max(num_threads, math.ceil(WORTH_SHARING * num_threads / max(operations, 1)))
 
 
 @strict

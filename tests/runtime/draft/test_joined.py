@@ -3,11 +3,14 @@
 import numpy as np
 import pytest
 import torch
+from dspark.comm.dispatch import DispatchOptions
 from dspark.layers.kernels import Kernels
 from dspark.parallel.groups import Groups
 from dspark.runtime.checkpoint import bundled_model
 from dspark.runtime.draft.base import DraftRequests, DraftRoom
+from dspark.runtime.draft.dspark import DSparkDrafter
 from dspark.runtime.load import make_cache
+from dspark.runtime.models.deepseek_v4 import DeepseekV4
 from dspark.runtime.step import Span, build_step
 
 pytest.importorskip("numba")
@@ -52,3 +55,14 @@ def test_joined_calls_change_no_bit(drafted, monkeypatch, draft):
             for one, other in zip(*found, strict=True):
                 assert torch.isfinite(one).all() and torch.equal(one, other)
             assert found[0][1].shape == (num_requests, gamma, loaded.config.vocab_size)
+
+
+@pytest.mark.parametrize("dispatcher,joins", [("standard", True), ("low_latency", False)])
+def test_a_dispatcher_that_moves_rows_is_not_passed_by(drafted, dispatcher, joins):
+    """It sums, and may round, in a way of its own."""
+    loaded = drafted.Loaded(bundled_model(), Groups.single())
+    config, rest = loaded.config, (loaded.reader, loaded.groups, loaded.kernels)
+    options = DispatchOptions(dispatcher, max_tokens_per_rank=16)
+    model = DeepseekV4(config, *rest, 64, torch.device("cpu"), config.dspark.target_layer_ids, dispatch=options)
+    drafter = DSparkDrafter.load(config, loaded.reader, model, *rest[1:], DraftRoom(2, 64, 8), 7)
+    assert (drafter._block is not None) == (drafter._inject is not None) == joins
