@@ -60,7 +60,7 @@ def test_products_stay_inside_their_matrices(num_rows, shape):
         if packed:
             packed_part_product(at[0], shape[0], panels, at[2], shape[1], num_rows, shape[1])
         else:
-            part_product(at[0], shape[0], at[1], shape[1], at[2], shape[1], num_rows, *shape)
+            part_product(at[0], shape[0], 1, at[1], shape[1], at[2], shape[1], num_rows, *shape)
         check_product(torch.from_numpy(out), torch.from_numpy(x), torch.from_numpy(weight))
         assert np.isnan(memory[:64]).all() and np.isnan(memory[len(memory) - 64 :]).all()
 

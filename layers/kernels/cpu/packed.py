@@ -50,19 +50,19 @@ def _one_or_two_rows(two, x, x_stride, panels, panel, num_panels, out, out_strid
     while p < num_panels:
         weight, to, left = panels + panel * p, out + BYTES * WIDTH * p, num_panels - p
         if two and left >= 2:
-            _tile_2_2(x, x_stride, weight, BYTES * WIDTH, panel, to, out_stride, num_in)
+            _tile_2_2(x, x_stride, BYTES, weight, BYTES * WIDTH, panel, to, out_stride, num_in)
             p += 2
         elif two:
-            _tile_2_1(x, x_stride, weight, BYTES * WIDTH, panel, to, out_stride, num_in)
+            _tile_2_1(x, x_stride, BYTES, weight, BYTES * WIDTH, panel, to, out_stride, num_in)
             p += 1
         elif left >= 4:
-            _tile_1_4(x, x_stride, weight, BYTES * WIDTH, panel, to, out_stride, num_in)
+            _tile_1_4(x, x_stride, BYTES, weight, BYTES * WIDTH, panel, to, out_stride, num_in)
             p += 4
         elif left >= 2:
-            _tile_1_2(x, x_stride, weight, BYTES * WIDTH, panel, to, out_stride, num_in)
+            _tile_1_2(x, x_stride, BYTES, weight, BYTES * WIDTH, panel, to, out_stride, num_in)
             p += 2
         else:
-            _tile_1_1(x, x_stride, weight, BYTES * WIDTH, panel, to, out_stride, num_in)
+            _tile_1_1(x, x_stride, BYTES, weight, BYTES * WIDTH, panel, to, out_stride, num_in)
             p += 1
 
 
@@ -75,17 +75,17 @@ def _one_panel(x, x_stride, weight, out, out_stride, num_rows, num_in):
         rows = (num_rows - first) // (num_tiles - t)
         at, to = x + x_stride * first, out + out_stride * first
         if rows == 6:
-            _tile_6_1(at, x_stride, weight, BYTES * WIDTH, 0, to, out_stride, num_in)
+            _tile_6_1(at, x_stride, BYTES, weight, BYTES * WIDTH, 0, to, out_stride, num_in)
         elif rows == 5:
-            _tile_5_1(at, x_stride, weight, BYTES * WIDTH, 0, to, out_stride, num_in)
+            _tile_5_1(at, x_stride, BYTES, weight, BYTES * WIDTH, 0, to, out_stride, num_in)
         elif rows == 4:
-            _tile_4_1(at, x_stride, weight, BYTES * WIDTH, 0, to, out_stride, num_in)
+            _tile_4_1(at, x_stride, BYTES, weight, BYTES * WIDTH, 0, to, out_stride, num_in)
         elif rows == 3:
-            _tile_3_1(at, x_stride, weight, BYTES * WIDTH, 0, to, out_stride, num_in)
+            _tile_3_1(at, x_stride, BYTES, weight, BYTES * WIDTH, 0, to, out_stride, num_in)
         elif rows == 2:
-            _tile_2_1(at, x_stride, weight, BYTES * WIDTH, 0, to, out_stride, num_in)
+            _tile_2_1(at, x_stride, BYTES, weight, BYTES * WIDTH, 0, to, out_stride, num_in)
         else:
-            _tile_1_1(at, x_stride, weight, BYTES * WIDTH, 0, to, out_stride, num_in)
+            _tile_1_1(at, x_stride, BYTES, weight, BYTES * WIDTH, 0, to, out_stride, num_in)
         first += rows
 
 

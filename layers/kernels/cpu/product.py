@@ -23,16 +23,16 @@ BYTES = 4  # of a float32
 def make_tile(num_rows: int, num_vectors: int, num_panels: int = 1, ahead: int = 0) -> Callable[..., None]:
     """Code for ``num_rows`` rows by ``num_vectors`` vectors of a product, all of whose sums stay in registers.
 
-    For each k it reads ``num_vectors`` vectors of the weight's row k and, of each row, one number, which is spread over
-    a vector. The same of ``num_panels`` weights, ``panel`` bytes apart, whose results lie side by side. Row k +
-    ``ahead`` of the weights, and at the end what lies behind them, is asked for beforehand. It is written in the
-    compiler's language, since a loop over an array of sums would keep them in memory.
+    For each k it reads ``num_vectors`` vectors of the weight's row k and, of each row, one number, ``x_step`` bytes
+    behind the one before, which is spread over a vector. The same of ``num_panels`` weights, ``panel`` bytes apart,
+    whose results lie side by side. Row k + ``ahead`` of the weights, and at the end what lies behind them, is asked for
+    beforehand. It is written in the compiler's language, since a loop over an array of sums would keep them in memory.
     """
 
     @intrinsic
-    def tile(typingctx, x, x_stride, weight, weight_stride, panel, out, out_stride, num_in):
+    def tile(typingctx, x, x_stride, x_step, weight, weight_stride, panel, out, out_stride, num_in):
         def emit(context, builder, signature, args):
-            x, x_stride, weight, weight_stride, panel, out, out_stride, num_in = args
+            x, x_stride, x_step, weight, weight_stride, panel, out, out_stride, num_in = args
             number, size = ir.FloatType(), num_in.type
             vector = ir.VectorType(number, LANES)
             zero = ir.Constant(vector, [0.0] * LANES)
@@ -70,7 +70,7 @@ def make_tile(num_rows: int, num_vectors: int, num_panels: int = 1, ahead: int =
                     for p, v in columns
                 }
                 for r in range(num_rows):
-                    byte = builder.mul(k, size(BYTES))
+                    byte = builder.mul(k, x_step)
                     value = spread(builder.load(pointer(x, x_stride, size(r), byte, number), align=BYTES))
                     for c in columns:
                         total = builder.call(fma, (value, loaded[c], builder.load(sums[r, c])))
@@ -80,7 +80,7 @@ def make_tile(num_rows: int, num_vectors: int, num_panels: int = 1, ahead: int =
                 builder.store(builder.load(total), to, align=BYTES)
             return context.get_dummy_value()
 
-        return types.void(*[types.intp] * 8), emit
+        return types.void(*[types.intp] * 9), emit
 
     return tile
 
@@ -93,42 +93,42 @@ _tile_6_2, _tile_6_1 = (make_tile(6, v) for v in (2, 1))
 
 
 @strict
-def _tile(num_rows, left, x, x_stride, weight, weight_stride, out, out_stride, num_in):
+def _tile(num_rows, left, x, x_stride, x_step, weight, weight_stride, out, out_stride, num_in):
     """One tile of ``num_rows`` (1, 2, 4 or 6) rows and at most ``left`` vectors; how many vectors it had."""
     if num_rows == 6:
         if left >= 2:
-            _tile_6_2(x, x_stride, weight, weight_stride, 0, out, out_stride, num_in)
+            _tile_6_2(x, x_stride, x_step, weight, weight_stride, 0, out, out_stride, num_in)
             return 2
-        _tile_6_1(x, x_stride, weight, weight_stride, 0, out, out_stride, num_in)
+        _tile_6_1(x, x_stride, x_step, weight, weight_stride, 0, out, out_stride, num_in)
         return 1
     if num_rows == 4:
         if left >= 2:
-            _tile_4_2(x, x_stride, weight, weight_stride, 0, out, out_stride, num_in)
+            _tile_4_2(x, x_stride, x_step, weight, weight_stride, 0, out, out_stride, num_in)
             return 2
-        _tile_4_1(x, x_stride, weight, weight_stride, 0, out, out_stride, num_in)
+        _tile_4_1(x, x_stride, x_step, weight, weight_stride, 0, out, out_stride, num_in)
         return 1
     if num_rows == 2:
         if left >= 4:
-            _tile_2_4(x, x_stride, weight, weight_stride, 0, out, out_stride, num_in)
+            _tile_2_4(x, x_stride, x_step, weight, weight_stride, 0, out, out_stride, num_in)
             return 4
         if left >= 2:
-            _tile_2_2(x, x_stride, weight, weight_stride, 0, out, out_stride, num_in)
+            _tile_2_2(x, x_stride, x_step, weight, weight_stride, 0, out, out_stride, num_in)
             return 2
-        _tile_2_1(x, x_stride, weight, weight_stride, 0, out, out_stride, num_in)
+        _tile_2_1(x, x_stride, x_step, weight, weight_stride, 0, out, out_stride, num_in)
         return 1
     if left >= 16:
-        _tile_1_16(x, x_stride, weight, weight_stride, 0, out, out_stride, num_in)
+        _tile_1_16(x, x_stride, x_step, weight, weight_stride, 0, out, out_stride, num_in)
         return 16
     if left >= 8:
-        _tile_1_8(x, x_stride, weight, weight_stride, 0, out, out_stride, num_in)
+        _tile_1_8(x, x_stride, x_step, weight, weight_stride, 0, out, out_stride, num_in)
         return 8
     if left >= 4:
-        _tile_1_4(x, x_stride, weight, weight_stride, 0, out, out_stride, num_in)
+        _tile_1_4(x, x_stride, x_step, weight, weight_stride, 0, out, out_stride, num_in)
         return 4
     if left >= 2:
-        _tile_1_2(x, x_stride, weight, weight_stride, 0, out, out_stride, num_in)
+        _tile_1_2(x, x_stride, x_step, weight, weight_stride, 0, out, out_stride, num_in)
         return 2
-    _tile_1_1(x, x_stride, weight, weight_stride, 0, out, out_stride, num_in)
+    _tile_1_1(x, x_stride, x_step, weight, weight_stride, 0, out, out_stride, num_in)
     return 1
 
 
@@ -145,45 +145,52 @@ def _fma(typingctx, a, b, c):
 
 
 @strict
+def in_vectors(count):
+    """The numbers of as many whole vectors as hold ``count``."""
+    return (count + LANES - 1) // LANES * LANES
+
+
+@strict
 def spot(x, row, column):
     """Where number [row, column] of a C-contiguous matrix lies."""
     return x.ctypes.data + BYTES * (row * x.shape[1] + column)
 
 
 @strict
-def _narrow_product(x, x_width, weight, weight_width, out, out_width, num_rows, num_in, num_out):
-    x, weight = floats(x, (num_rows, x_width)), floats(weight, (num_in, weight_width))
-    result = floats(out, (num_rows, out_width))
+def _narrow_product(x, x_row, x_step, weight, weight_row, out, out_row, num_rows, num_in, num_out):
+    x, weight = floats(x, (num_rows * x_row + num_in * x_step,)), floats(weight, (num_in, weight_row))
+    result = floats(out, (num_rows, out_row))
     for i in range(num_rows):
         for j in range(num_out):
             total = np.float32(0)
             for k in range(num_in):
-                total = _fma(x[i, k], weight[k, j], total)
+                total = _fma(x[i * x_row + k * x_step], weight[k, j], total)
             result[i, j] = total
 
 
 @strict
-def part_product(x, x_width, weight, weight_width, out, out_width, num_rows, num_in, num_out):
+def part_product(x, x_row, x_step, weight, weight_row, out, out_row, num_rows, num_in, num_out):
     """``out = x @ weight`` for parts of matrices that are not known beforehand (else see ``packed.py``).
 
-    Each is given by the address of its first number and by the width of the whole matrix. ``x`` is [num_rows, num_in],
-    ``weight`` [num_in, num_out].
+    Each is given by the address of its first number and by how many numbers further the next row begins, ``x`` also by
+    how many further the next number of a row lies: 1, or the width of a matrix of which ``x`` is the transpose. ``x``
+    is [num_rows, num_in], ``weight`` [num_in, num_out].
     """
     if num_out < LANES:
-        _narrow_product(x, x_width, weight, weight_width, out, out_width, num_rows, num_in, num_out)
+        _narrow_product(x, x_row, x_step, weight, weight_row, out, out_row, num_rows, num_in, num_out)
         return
     i = 0
     while i < num_rows:
         rest = num_rows - i
         rows = 6 if rest >= 6 else 4 if rest >= 4 else 2 if rest >= 2 else 1
-        x_at, out_at = x + BYTES * i * x_width, out + BYTES * i * out_width
+        x_at, out_at = x + BYTES * i * x_row, out + BYTES * i * out_row
         j = 0
         while j < num_out:
             # The last vector may overlap the one before: those numbers come out the same once more.
             j = min(j, num_out - LANES)
             left, step = (num_out - j) // LANES, BYTES * j
             j += LANES * _tile(
-                rows, left, x_at, BYTES * x_width, weight + step, BYTES * weight_width, out_at + step,
-                BYTES * out_width, num_in,
+                rows, left, x_at, BYTES * x_row, BYTES * x_step, weight + step, BYTES * weight_row, out_at + step,
+                BYTES * out_row, num_in,
             )  # fmt: skip
         i += rows

@@ -12,10 +12,10 @@ from ...attention.plan import AttentionPlan, LayerCache
 from ...rope import RopeTable
 from .. import sparse_attention as plain
 from ..packed_keys import is_packed
-from .exp import exp_below
-from .jit import address, floats, jit, largest
+from .jit import address, floats, jit
 from .norm_rope import rotate_tail
-from .product import BYTES, part_product, spot
+from .product import BYTES, LANES, in_vectors, part_product, spot
+from .softmax import softmax_lanes
 from .threads import rows_to_share, share, shared, use_threads
 
 # At most so many rows of a request share the keys that are gathered for them.
@@ -83,43 +83,57 @@ def _choose(scores, visible, best, chosen):
 
 
 @jit
-def _entry_scores(q_at, weights, columns, visible, scale, dots, scores):
-    """``scores`` of the first ``visible`` entries, which are ``columns`` [d, >= visible], for one query [H, d]."""
-    num_heads, d, most = weights.shape[0], columns.shape[0], columns.shape[1]
-    part_product(q_at, d, columns.ctypes.data, most, dots.ctypes.data, most, num_heads, d, visible)
+def _entry_scores(dots, first, weights, visible, scale, scores):
+    """``scores`` of the first ``visible`` entries for one query, whose heads' products with them are ``dots`` [entries,
+    ..] from column ``first`` on, and ``weights`` [H]."""
     for t in range(visible):
         scores[t] = 0
-    for h in range(num_heads):
+    for h in range(weights.shape[0]):
         for t in range(visible):
-            scores[t] += weights[h] * max(dots[h, t], np.float32(0))
+            scores[t] += weights[h] * max(dots[t, first + h], np.float32(0))
     for t in range(visible):
         scores[t] *= scale
 
 
 @jit
+def _across(rows, factor, columns):
+    """``columns`` [d, >= R] of ``rows`` [R, d] times ``factor``; what lies behind column R is left alone."""
+    for r in range(rows.shape[0]):
+        for j in range(rows.shape[1]):
+            columns[j, r] = rows[r, j] * factor
+
+
+@jit
+def _entry_dots(columns, pool, pages, num_entries, dots):
+    """``dots`` [entries, C] of the first ``num_entries`` entries of a request with ``columns`` [d, C]."""
+    (per_page, d), width = pool.shape[1:], columns.shape[1]
+    for first in range(0, num_entries, per_page):
+        count, page_at = min(per_page, num_entries - first), pool[pages[first // per_page]].ctypes.data
+        part_product(page_at, d, 1, spot(columns, 0, 0), width, spot(dots, first, 0), width, count, d, width)
+
+
+@jit
 def _select(first, last, q_at, weights_at, num_heads, pool, queries, page_table, ratio, scale, most, chosen):
-    """Of the rows from ``first`` to before ``last``."""
-    (num_rows, num_selected), (per_page, d) = chosen.shape, pool.shape[1:]
-    weights = floats(weights_at, (num_rows, num_heads))
+    """Of the rows from ``first`` to before ``last``. The queries of a run lie side by side in the vector registers."""
+    (num_rows, num_selected), d = chosen.shape, pool.shape[2]
+    q, weights = floats(q_at, (num_rows * num_heads, d)), floats(weights_at, (num_rows, num_heads))
     best, scores = np.empty(num_selected, np.float32), np.empty(most, np.float32)
-    columns, dots = np.empty((d, most), np.float32), np.empty((num_heads, most), np.float32)
+    width = in_vectors(min(MOST_SHARING, last - first) * num_heads)
+    columns, dots = np.zeros((d, width), np.float32), np.empty((most, width), np.float32)
     i = first
     while i < last:
         run, slot = _run_length(queries, i, last), queries[1, i]
         most_visible = (queries[0, i + run - 1] + 1) // ratio
         if most_visible > num_selected:
-            for t in range(most_visible):
-                key = pool[page_table[slot, t // per_page], t % per_page]
-                for j in range(d):
-                    columns[j, t] = key[j]
+            _across(q[i * num_heads : (i + run) * num_heads], np.float32(1), columns)
+            _entry_dots(columns, pool, page_table[slot], most_visible, dots)
         for r in range(i, i + run):
             visible = (queries[0, r] + 1) // ratio
             if visible <= num_selected:
                 for t in range(num_selected):
                     chosen[r, t] = t if t < visible else -1
             else:
-                at = q_at + BYTES * r * num_heads * d
-                _entry_scores(at, weights[r], columns, visible, scale, dots, scores)
+                _entry_scores(dots, (r - i) * num_heads, weights[r], visible, scale, scores)
                 _choose(scores, visible, best, chosen[r])
         i += run
 
@@ -132,41 +146,50 @@ def _select_shared(num_parts, q_at, weights_at, num_heads, pool, queries, page_t
 
 
 @jit
-def _keep(row, at, seen, columns):
-    """Put a key down as number ``at`` of ``seen`` [n, d] and of ``columns`` [d, n]."""
-    for j in range(row.shape[0]):
-        seen[at, j] = row[j]
-        columns[j, at] = row[j]
+def _copy(from_at, to_at, count):
+    """``count`` numbers from one address to another."""
+    given, to = floats(from_at, (count,)), floats(to_at, (count,))
+    for j in range(count):
+        to[j] = given[j]
 
 
 @jit
-def _softmax(logits, sink):
-    """``e^(logits - top)`` in place, and one over their sum with the sink's share."""
-    top = max(sink, largest(logits))
-    total = exp_below(sink - top)
-    for k in range(logits.shape[0]):
-        logits[k] = exp_below(logits[k] - top)
-        total += logits[k]
-    return np.float32(1) / total
+def _keep_window(ring, lowest, start, keys, at, highest, seen):
+    """The keys at positions ``lowest`` to before ``highest`` into ``seen`` [n, d]: those before ``start`` from the
+    ``ring`` [R, d] of their request, the others from the step's ``keys``, where row ``at`` is at position ``start``."""
+    num_ring_rows, d = ring.shape
+    stop = max(lowest, min(start, highest))
+    begin, num_before = lowest % num_ring_rows, stop - lowest
+    upper = min(num_before, num_ring_rows - begin)
+    _copy(spot(ring, begin, 0), spot(seen, 0, 0), upper * d)
+    _copy(spot(ring, 0, 0), spot(seen, upper, 0), (num_before - upper) * d)
+    _copy(spot(keys, at + stop - start, 0), spot(seen, num_before, 0), (highest - stop) * d)
 
 
 @jit
-def _attend_row(q, seen, columns, low, num_window, first, num_entries, sinks, probs, mixed, inverse, out):
-    """One scaled query ``q`` [H, d] over two stretches of keys: ``num_window`` from ``low`` on, and ``num_entries``
-    from ``first`` on. ``probs`` [H, >= number of keys] ``mixed`` [2 H, d], ``inverse`` [H] are scratch."""
-    (num_heads, d), most, num_probs = q.shape, columns.shape[1], probs.shape[1]
-    q_at, probs_at, entry_probs_at = spot(q, 0, 0), spot(probs, 0, 0), spot(probs, 0, num_window)
-    low_at, first_at = spot(columns, 0, low), spot(columns, 0, first)
-    part_product(q_at, d, low_at, most, probs_at, num_probs, num_heads, d, num_window)
-    part_product(q_at, d, first_at, most, entry_probs_at, num_probs, num_heads, d, num_entries)
-    for h in range(num_heads):
-        inverse[h] = _softmax(probs[h, : num_window + num_entries], sinks[h])
-    low_at, first_at = spot(seen, low, 0), spot(seen, first, 0)
-    part_product(probs_at, num_probs, low_at, d, spot(mixed, 0, 0), d, num_heads, num_window, d)
-    part_product(entry_probs_at, num_probs, first_at, d, spot(mixed, num_heads, 0), d, num_heads, num_entries, d)
+def _multiply(columns, first, count, seen, at, num_keys, logits):
+    """``logits`` of ``num_keys`` of the keys ``seen``, from ``at`` on, with ``count`` of the ``columns`` [d, C] from
+    ``first`` on, all at the same places of ``logits`` [keys, C]."""
+    d, width = columns.shape
+    part_product(spot(seen, at, 0), d, 1, spot(columns, 0, first), width, spot(logits, at, first), width, num_keys, d,
+                 count)  # fmt: skip
+
+
+@jit
+def _attend_row(logits, at, seen, low, num_window, first, num_entries, sinks, mixed, inverse, out):
+    """One row's ``out`` [H, d] from its ``logits`` with two stretches of the keys ``seen``: ``num_window`` from ``low``
+    on, and ``num_entries`` from ``first`` on. Its heads are the columns from ``at`` on, in whole vectors, whose
+    ``sinks`` are [1, H']; ``mixed`` [2 H, d] and ``inverse`` [1, H'] are scratch."""
+    (num_heads, d), width, row = out.shape, logits.shape[1], BYTES * logits.shape[1]
+    for h in range(0, sinks.shape[1], LANES):
+        softmax_lanes(row, spot(logits, low, at + h), num_window, spot(logits, first, at + h), num_entries,
+                      spot(sinks, 0, h), spot(inverse, 0, h))  # fmt: skip
+    part_product(spot(logits, low, at), 1, width, spot(seen, low, 0), d, spot(mixed, 0, 0), d, num_heads, num_window, d)
+    part_product(spot(logits, first, at), 1, width, spot(seen, first, 0), d, spot(mixed, num_heads, 0), d, num_heads,
+                 num_entries, d)  # fmt: skip
     for h in range(num_heads):
         for j in range(d):
-            out[h, j] = (mixed[h, j] + mixed[num_heads + h, j]) * inverse[h]
+            out[h, j] = (mixed[h, j] + mixed[num_heads + h, j]) * inverse[0, h]
 
 
 @jit
@@ -182,9 +205,24 @@ def _sizes(queries, window, ratio, num_selected, all_visible, block):
 
 
 @jit
-def _keep_entry(entries, page_table, slot, t, at, seen, columns):
-    per_page = entries.shape[1]
-    _keep(entries[page_table[slot, t // per_page], t % per_page], at, seen, columns)
+def _keep_entries(entries, pages, count, seen, at):
+    """The first ``count`` entries into ``seen`` from row ``at`` on."""
+    per_page, d = entries.shape[1:]
+    for t in range(0, count, per_page):
+        page = entries[pages[t // per_page]]
+        _copy(spot(page, 0, 0), spot(seen, at + t, 0), min(per_page, count - t) * d)
+
+
+@jit
+def _keep_selected(entries, pages, selected, seen, at):
+    """The ``selected`` entries, as far as they are not -1, into ``seen`` from row ``at`` on; how many there are."""
+    (per_page, d), count = entries.shape[1:], 0
+    for k in range(selected.shape[0]):
+        if selected[k] >= 0:
+            t = selected[k]
+            _copy(spot(entries[pages[t // per_page]], t % per_page, 0), spot(seen, at + count, 0), d)
+            count += 1
+    return count
 
 
 @jit
@@ -194,24 +232,29 @@ def attend_rows(
 ):  # fmt: skip
     """Of the rows from ``first`` to before ``last``."""
     num_heads, d = out.shape[1:]
-    q, keys = floats(q_at, out.shape), floats(keys_at, (num_step_keys, d))
+    width, q, keys = in_vectors(num_heads), floats(q_at, out.shape), floats(keys_at, (num_step_keys, d))
     first_entry, most_entries = _sizes(queries, window, ratio, selected.shape[1], all_visible, block)
-    most = first_entry + most_entries
-    # Keys of a run: those of its windows in order of positions, and from ``first_entry`` on entries.
-    seen, columns = np.empty((most, d), np.float32), np.empty((d, most), np.float32)
-    probs, mixed = np.empty((num_heads, most), np.float32), np.empty((2 * num_heads, d), np.float32)
-    scaled, inverse = np.empty((num_heads, d), np.float32), np.empty(num_heads, np.float32)
+    # Keys of a run: those of its windows in order of positions, and from ``first_entry`` on entries. Its queries lie
+    # side by side in the vector registers.
+    seen, sharing = np.empty((first_entry + most_entries, d), np.float32), min(MOST_SHARING, last - first)
+    columns = np.zeros((d, sharing * width), np.float32)
+    logits, mixed = np.empty((len(seen), sharing * width), np.float32), np.empty((2 * num_heads, d), np.float32)
+    padded, inverse = np.zeros((1, width), np.float32), np.empty((1, width), np.float32)
+    padded[0, :num_heads] = sinks
     i = first
     while i < last:
         run = _run_length(queries, i, last)
         p, slot, start, at = queries[0, i], queries[1, i], queries[2, i], queries[4, i]
-        lowest = max(0, start - window if block else p - window + 1)
-        for s in range(lowest, queries[3, i] if block else p + run):
-            _keep(keys[at - (p - s)] if s >= start else ring[slot, s % ring.shape[1]], s - lowest, seen, columns)
+        pages, lowest = page_table[slot], max(0, start - window if block else p - window + 1)
+        highest = queries[3, i] if block else p + run
+        _keep_window(ring[slot], lowest, start, keys, at - (p - start), highest, seen)
+        for r in range(run):
+            _across(q[i + r], scale, columns[:, r * width :])
+        _multiply(columns, 0, run * width, seen, 0, highest - lowest, logits)
         num_entries = 0
         if ratio > 0 and all_visible:
-            for t in range((p + run) // ratio):
-                _keep_entry(entries, page_table, slot, t, first_entry + t, seen, columns)
+            _keep_entries(entries, pages, (p + run) // ratio, seen, first_entry)
+            _multiply(columns, 0, run * width, seen, first_entry, (p + run) // ratio, logits)
         for r in range(i, i + run):
             p = queries[0, r]
             low = 0 if block else max(0, p - window + 1) - lowest
@@ -219,17 +262,10 @@ def attend_rows(
             if ratio > 0 and all_visible:
                 num_entries = (p + 1) // ratio
             elif ratio > 0:
-                num_entries = 0
-                for k in range(selected.shape[1]):
-                    if selected[r, k] >= 0:
-                        at_entry = first_entry + num_entries
-                        _keep_entry(entries, page_table, slot, selected[r, k], at_entry, seen, columns)
-                        num_entries += 1
-            for h in range(num_heads):
-                for j in range(d):
-                    scaled[h, j] = q[r, h, j] * scale
+                num_entries = _keep_selected(entries, pages, selected[r], seen, first_entry)
+                _multiply(columns, (r - i) * width, width, seen, first_entry, num_entries, logits)
             _attend_row(
-                scaled, seen, columns, low, num_window, first_entry, num_entries, sinks, probs, mixed, inverse, out[r]
+                logits, (r - i) * width, seen, low, num_window, first_entry, num_entries, padded, mixed, inverse, out[r]
             )
             for h in range(num_heads):
                 rotate_tail(out[r, h], cos[p], minus_sin[p])
