@@ -47,14 +47,15 @@ class HostHeads:
         self.kind = None if markov is None else markov.kind
         self.w1, self.w2 = weights.get("markov_w1.weight"), weights.get("markov_w2.weight")
         self.weights = weights
-        self._max_table_bytes, self._greedy = max_table_bytes, None
+        self._max_table_bytes, self._kernels = max_table_bytes, kernels
+        self._greedy = self._at_once = None  # the compiled loop, alone and together with the confidences
         if self.kind == "vanilla" and kernels is not None and kernels.backend == "numba":
             w1, w2 = torch.from_numpy(self.w1), torch.from_numpy(self.w2)
             self._greedy = kernels.bind("markov_greedy", w1=w1, w2=w2)
         self.confidence_weight = None if confidence is None else confidence.weight[0].detach().float().cpu().numpy()
         bias = None if confidence is None else confidence.bias
         self.confidence_bias = 0.0 if bias is None else float(bias)
-        self._confidence_by_prev: np.ndarray | None = None  # [V]: what the token before a place adds
+        self._confidence_by_prev: np.ndarray | None = None
 
     @functools.cached_property
     def table(self) -> np.ndarray | None:
@@ -80,8 +81,7 @@ class HostHeads:
             uniforms: [B, γ] float64 in [0, 1), the draft's noise; for the inverse CDF of softmax(logits / T).
         """
         if temperatures is None and self._greedy is not None:
-            tokens = self._greedy(torch.from_numpy(base_logits), torch.from_numpy(anchors)).numpy()
-            return HostDraftBlock(tokens, None, self.confidence(hidden, anchors, tokens))
+            return self._draw_compiled(base_logits, hidden, anchors)
         num_blocks, gamma, vocab_size = base_logits.shape
         tokens = np.empty((num_blocks, gamma), dtype=np.int64)
         probs = None if temperatures is None else np.empty((num_blocks, gamma, vocab_size))
@@ -100,6 +100,18 @@ class HostHeads:
                 prev = sample_rows(logits, temperatures, uniforms[:, k], probs[:, k])
             tokens[:, k] = prev
         return HostDraftBlock(tokens, probs, self.confidence(hidden, anchors, tokens))
+
+    def _draw_compiled(self, base_logits: np.ndarray, hidden: np.ndarray, anchors: np.ndarray) -> HostDraftBlock:
+        """Greedy drafts of a vanilla head, and their confidences, in as few calls as the kernels have."""
+        if self._at_once is None and self.confidence_weight is not None:
+            parts = {"markov": self._greedy, "weight": self.confidence_weight[: hidden.shape[2]]}
+            parts |= {"bias": self.confidence_bias, "by_previous": self._by_previous(hidden.shape[2])}
+            self._at_once = self._kernels.join("draft_heads", **parts)
+        if self._at_once is not None:
+            tokens, logits = self._at_once(base_logits, hidden, anchors)
+            return HostDraftBlock(tokens, None, logits)
+        tokens = self._greedy(torch.from_numpy(base_logits), torch.from_numpy(anchors)).numpy()
+        return HostDraftBlock(tokens, None, self.confidence(hidden, anchors, tokens))
 
     def _hidden_part(self, hidden: np.ndarray) -> np.ndarray | None:
         hidden_size = hidden.shape[2]
@@ -124,16 +136,20 @@ class HostHeads:
             return np.tanh(z[:, 2 * rank :]), keep * memory + (1.0 - keep) * np.tanh(z[:, rank : 2 * rank])
         return e, memory
 
+    def _by_previous(self, hidden_size: int) -> np.ndarray | None:
+        """[V] what the token before a place adds to the confidence logit there; None where it is not read."""
+        if self._confidence_by_prev is None and len(self.confidence_weight) > hidden_size:
+            self._confidence_by_prev = self.w1 @ self.confidence_weight[hidden_size:]
+        return self._confidence_by_prev
+
     def confidence(self, hidden: np.ndarray, anchors: np.ndarray, tokens: np.ndarray) -> np.ndarray | None:
         """The confidence logits [B, γ] of drafts ``tokens`` [B, γ] behind ``anchors`` [B]; None without a head."""
         if self.confidence_weight is None:
             return None
-        hidden_size = hidden.shape[2]
-        z = hidden @ self.confidence_weight[:hidden_size] + self.confidence_bias
-        if len(self.confidence_weight) > hidden_size:
-            if self._confidence_by_prev is None:
-                self._confidence_by_prev = self.w1 @ self.confidence_weight[hidden_size:]
-            z = z + self._confidence_by_prev[np.concatenate([anchors[:, None], tokens[:, :-1]], axis=1)]
+        z = hidden @ self.confidence_weight[: hidden.shape[2]] + self.confidence_bias
+        by_previous = self._by_previous(hidden.shape[2])
+        if by_previous is not None:
+            z = z + by_previous[np.concatenate([anchors[:, None], tokens[:, :-1]], axis=1)]
         return z
 
 

@@ -45,9 +45,8 @@ class Drafting:
         """Drafts for the decoding requests and how many of each are verified; the same on every rank of the block.
         Collective over the tp group and the pipeline."""
         states, gamma = plan.decoding, self.drafter.gamma
-        nothing = Drafted.nothing(len(states), gamma)
         if gamma == 0:
-            return nothing
+            return Drafted.nothing(len(states), 0)
         other_rows = sum(chunk.num_tokens for chunk in plan.chunks)
 
         def limits() -> np.ndarray:
@@ -60,7 +59,7 @@ class Drafting:
             drafting = states if any(max_lens.tolist()) else []
         others = self._agreement.numbers(len(drafting))
         if not sum(others):
-            return nothing
+            return Drafted.nothing(len(states), gamma)
         requests = DraftRequests(
             [state.slot for state in drafting],
             [state.num_cached for state in drafting],
@@ -72,7 +71,7 @@ class Drafting:
             noise = self.decider.noise(drafting) if self.decider and drafting else None
             block = self.drafter.propose(requests, noise)
         if not drafting:
-            return nothing
+            return Drafted.nothing(len(states), gamma)
         decided = None
         if self.decider:
             schedule = self.decider.schedule if self.drafter.tree is None else self.decider.schedule_trees

@@ -100,7 +100,7 @@ COMPILED = {
             "markov_greedy": "cpu.draft",
         },
         frozenset(),
-        {"draft_block": "cpu.draft_block", "draft_context": "cpu.draft_block"},
+        {"draft_block": "cpu.draft_block", "draft_context": "cpu.draft_block", "draft_heads": "cpu.draft"},
     ),
     "triton": Backend(
         "triton",

@@ -167,7 +167,7 @@ class DSparkDrafter(PlainDraft):
         taps, plan = step.plan.gather(taps), step.plan
         if not is_plain(step):
             self.settle()
-            self._take_in(taps, plan.of_keys())
+            self._take_in(taps, plan)
             return
         if len(taps):
             self._pending.append((taps, plan.host.keys))
@@ -189,10 +189,11 @@ class DSparkDrafter(PlainDraft):
         self._take_in(taps[torch.from_numpy(seen)], build_plan(keys[:, seen], self._cache.page_table, ()))
 
     def _take_in(self, taps: torch.Tensor, plan: AttentionPlan) -> None:
+        """Keep the context of ``taps`` [K, ...] of the key rows of ``plan``."""
         if self._inject is not None:
             self._inject(taps, plan.host.keys)
             return
-        context = self._main_norm(self._main_proj(taps))
+        context, plan = self._main_norm(self._main_proj(taps)), plan.of_keys()
         for project, key, cache in zip(self._context, self._keys, self._cache.layers):
             self._store(key(project(context), plan), None, cache, plan)
 

@@ -29,8 +29,9 @@ def rank(a: np.ndarray, max_lens: np.ndarray, floor: float) -> tuple[np.ndarray,
 
 def rank_alone(a: np.ndarray, max_lens: np.ndarray, floor: float) -> np.ndarray:
     """The survivals of :func:`rank` alone, for ``a`` that need not fall along a block."""
-    ranked = -np.sort(-_within(a, max_lens))
-    return ranked[: _num_candidates(ranked, floor)]
+    rising = np.sort(_within(a, max_lens))
+    first = rising.searchsorted(floor, side="left" if floor > 0 else "right")
+    return rising[first:][::-1]
 
 
 def _within(a: np.ndarray, max_lens: np.ndarray) -> np.ndarray:

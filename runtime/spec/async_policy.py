@@ -54,8 +54,7 @@ class AsyncPolicy:
             raise ValueError(f"the budget must come from an earlier step: the lag must be at least 1, got {lag}")
         self._throughput = Throughput(sps)
         self._past: deque[dict[Hashable, np.ndarray]] = deque(maxlen=lag)
-        self._usual: np.ndarray | None = None  # [γ] the running mean of all requests, over so many steps:
-        self._num_usual = 0
+        self._usual = Usual()
         self._kept = KeptShare()
         self._habit = Habit()
 
@@ -69,9 +68,10 @@ class AsyncPolicy:
 
     def _pays(self, max_lens: np.ndarray, other_rows: int) -> bool:
         plain = self._throughput.plain(len(max_lens), other_rows)
-        if plain is None or self._usual is None:
+        mean = self._usual.mean()
+        if plain is None or mean is None:
             return True
-        usual = np.tile(self._usual, (len(max_lens), 1))
+        usual = np.tile(mean, (len(max_lens), 1))
         gained = LEAST_GAIN if len(max_lens) > 1 else 0.0
         return bool(self._theta(usual, max_lens, other_rows).max() > (1.0 + gained) * plain)
 
@@ -92,12 +92,9 @@ class AsyncPolicy:
             budget = max(budget, len(max_lens))
         self._past.append(dict(zip(requests, a, strict=True)))
         if len(a):
-            self._num_usual = min(self._num_usual + 1, USUAL_STEPS)
-            mean, usual = np.add.reduce(a) / len(a), 0.0 if self._usual is None else self._usual
-            self._usual = usual + (mean - usual) / self._num_usual
-        ranked, request = rank(a, max_lens, MIN_SURVIVAL)
-        lens = np.bincount(request[:budget], minlength=len(max_lens))
-        return Schedule(lens, budget, float(len(max_lens) + ranked[:budget].sum()), a)
+            self._usual.add(a)
+        _, request = rank(a, max_lens, MIN_SURVIVAL)
+        return Schedule(np.bincount(request[:budget], minlength=len(max_lens)), a, budget)
 
     def landed(self, survival: np.ndarray, lens: np.ndarray, accepted: np.ndarray) -> None:
         """See :class:`.schedule.VerifyPolicy`."""
@@ -111,5 +108,33 @@ class AsyncPolicy:
     def _known(self, requests: Sequence[Hashable], gamma: int) -> np.ndarray:
         """[R, γ] the survivals of the oldest remembered step; for requests that were not in it, what is usual, or 1."""
         past = self._past[0] if self._past else {}
-        usual = np.ones(gamma) if self._usual is None else self._usual
-        return np.array([past.get(key, usual) for key in requests]).reshape(len(requests), gamma)
+        rows = [past.get(key) for key in requests]
+        if any(row is None for row in rows):
+            mean = self._usual.mean()
+            usual = np.ones(gamma) if mean is None else mean
+            rows = [usual if row is None else row for row in rows]
+        return np.array(rows).reshape(len(rows), gamma)
+
+
+class Usual:
+    """The running mean of survivals over the last steps, worked out when it is asked for."""
+
+    def __init__(self) -> None:
+        self._news: list[np.ndarray] = []
+        self._mean: np.ndarray | None = None
+        self._num_steps = 0  # that it is the mean of
+
+    def add(self, survival: np.ndarray) -> None:
+        """A step's survivals [R, γ], of one request at least."""
+        self._news.append(survival)
+        if len(self._news) == USUAL_STEPS:
+            self.mean()
+
+    def mean(self) -> np.ndarray | None:
+        """[γ] of all requests; None before there was a step."""
+        for of_requests in self._news:
+            self._num_steps = min(self._num_steps + 1, USUAL_STEPS)
+            of_step, mean = of_requests.mean(axis=0), 0.0 if self._mean is None else self._mean
+            self._mean = mean + (of_step - mean) / self._num_steps
+        self._news.clear()
+        return self._mean

@@ -27,13 +27,17 @@ class Schedule(NamedTuple):
 
     lens: np.ndarray
     """[R] int64 drafts verified."""
-    budget: int
-    """Drafts the step might hold; the sum of ``lens`` or more."""
-    expected: float | None = None
-    """τ, tokens the step is expected to emit by the current confidences, for policies that read these."""
     survival: np.ndarray | None = None
-    """[R, γ] the survivals that the lengths go by, for policies that want to hear in :meth:`VerifyPolicy.landed` what
-    became of them."""
+    """[R, γ] the survivals that the lengths go by, for policies that read confidences."""
+    budget: int | None = None
+    """Drafts that the step might hold, the sum of ``lens`` or more, for policies that set it before they see the
+    current drafts."""
+
+    @property
+    def expected(self) -> float:
+        """τ, tokens that the step is expected to emit by its survivals."""
+        inside = np.arange(self.survival.shape[1]) < self.lens[:, None]
+        return float(len(self.lens) + self.survival[inside].sum())
 
 
 class VerifyPolicy(Protocol):
@@ -96,7 +100,7 @@ class StaticPolicy(AlwaysDrafts):
         self, requests: Sequence[Hashable], c: np.ndarray | None, max_lens: np.ndarray, other_rows: int = 0
     ) -> Schedule:
         """See :class:`VerifyPolicy`."""
-        return Schedule(max_lens, int(max_lens.sum()))
+        return Schedule(max_lens)
 
 
 class FixedPolicy(Unmoved):
@@ -118,8 +122,7 @@ class FixedPolicy(Unmoved):
         self, requests: Sequence[Hashable], c: np.ndarray | None, max_lens: np.ndarray, other_rows: int = 0
     ) -> Schedule:
         """See :class:`VerifyPolicy`."""
-        lens = np.minimum(max_lens, self.length or 0)
-        return Schedule(lens, int(lens.sum()))
+        return Schedule(np.minimum(max_lens, self.length or 0))
 
 
 class ThresholdPolicy(AlwaysDrafts):
@@ -138,9 +141,7 @@ class ThresholdPolicy(AlwaysDrafts):
     ) -> Schedule:
         """See :class:`VerifyPolicy`."""
         c = required(c)
-        lens = np.minimum(threshold_lens(c, self.threshold), max_lens)
-        inside = np.arange(c.shape[1]) < lens[:, None]
-        return Schedule(lens, int(lens.sum()), float(len(lens) + survival(c)[inside].sum()))
+        return Schedule(np.minimum(threshold_lens(c, self.threshold), max_lens), survival(c))
 
 
 class SyncPolicy(AlwaysDrafts):
@@ -167,8 +168,7 @@ class SyncPolicy(AlwaysDrafts):
         theta = self._throughput.of(len(max_lens), ranked, other_rows)
         falls = theta[1:] <= theta[:-1]
         count = int(falls.argmax()) if falls.any() else len(ranked)
-        lens = np.bincount(request[:count], minlength=len(max_lens))
-        return Schedule(lens, count, float(len(max_lens) + ranked[:count].sum()))
+        return Schedule(np.bincount(request[:count], minlength=len(max_lens)), a)
 
 
 def required(c: np.ndarray | None) -> np.ndarray:
