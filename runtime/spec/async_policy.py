@@ -27,6 +27,11 @@ others, which then run in smaller batches: a batch that gains less than this end
 USUAL_STEPS = 50
 """Drafting steps that the running mean of survivals, which says whether drafting pays, reaches back."""
 
+SLACK, LOOKS_EVERY = 0.05, 8
+"""Where the best budget promises at most this share of tokens a second more than verifying everything, everything is
+verified, and the confidences are looked at again after so many steps. Looking takes time, and a budget from earlier
+steps never fits the current drafts as well as it fitted those."""
+
 
 class AsyncPolicy:
     """Production form (paper section 5.2): a budget from earlier confidences, spent on the best current drafts.
@@ -39,24 +44,32 @@ class AsyncPolicy:
     Whether to draft at all is decided by what is usual. What a request's last drafts promised says how many to verify,
     but not that it is time to stop: the next ones may be as good as most.
 
+    With ``slack`` above 0, everything is verified, for some steps without a look at the confidences, while the best
+    budget is not better by more than that share. The paper has no slack.
+
     P2: K is a function of past steps only, thus a constant as far as the current drafts are concerned. For a constant
     K, taking the K best is admission in falling order of survival until K are taken, and by the argument of
     :class:`.schedule.SyncPolicy` whether x_{r,k} is among them depends only on drafts admitted before it. A search over
     K with the current survivals would not be lossless, and a budget from the last step would be, but would have to wait
     for it. What was kept is known only when a step has ended, and moves K, never the order of admission. A step without
-    drafts is one whose lengths are 0 by a constant.
+    drafts is one whose lengths are 0 by a constant, and one that verifies everything has lengths that were known before
+    anything was drafted; which of the two a step is, past steps say.
     """
 
-    reads_confidences = True
-
-    def __init__(self, sps: SpsTable, lag: int = ASYNC_LAG) -> None:
+    def __init__(self, sps: SpsTable, lag: int = ASYNC_LAG, slack: float = 0.0) -> None:
         if lag < 1:
             raise ValueError(f"the budget must come from an earlier step: the lag must be at least 1, got {lag}")
-        self._throughput = Throughput(sps)
+        self._throughput, self._slack = Throughput(sps), slack
+        self._unlooked = 0  # steps to come that verify everything
         self._past: deque[dict[Hashable, np.ndarray]] = deque(maxlen=lag)
         self._usual = Usual()
         self._kept = KeptShare()
         self._habit = Habit()
+
+    @property
+    def reads_confidences(self) -> bool:
+        """See :class:`.schedule.VerifyPolicy`: not in steps that verify everything."""
+        return self._unlooked == 0
 
     def wants_draft(self, num_requests: int, max_lens: Callable[[], np.ndarray], other_rows: int = 0) -> bool:
         """See :class:`.schedule.VerifyPolicy`; now and then drafting is tried though it is not expected to pay."""
@@ -84,17 +97,27 @@ class AsyncPolicy:
     def plan(
         self, requests: Sequence[Hashable], c: np.ndarray | None, max_lens: np.ndarray, other_rows: int = 0
     ) -> Schedule:
-        """See :class:`.schedule.VerifyPolicy`. Every call is one step of the history."""
+        """See :class:`.schedule.VerifyPolicy`. Every call that reads confidences is one step of the history."""
+        if self._unlooked:
+            self._unlooked -= 1
+            return Schedule(max_lens)
         a = survival(required(c))
-        known = self._known(requests, a.shape[1])
-        budget = int(self._theta(known, max_lens, other_rows).argmax())
-        if self._habit.is_trying:  # it would learn nothing from a step that verifies nothing
-            budget = max(budget, len(max_lens))
+        budget = self._budget(self._known(requests, a.shape[1]), max_lens, other_rows)
         self._past.append(dict(zip(requests, a, strict=True)))
         if len(a):
             self._usual.add(a)
         _, request = rank(a, max_lens, MIN_SURVIVAL)
         return Schedule(np.bincount(request[:budget], minlength=len(max_lens)), a, budget)
+
+    def _budget(self, known: np.ndarray, max_lens: np.ndarray, other_rows: int) -> int:
+        """K, from survivals ``known`` [R, γ] before the current drafts were."""
+        theta = self._theta(known, max_lens, other_rows)
+        best = int(theta.argmax())
+        if self._slack and theta[best] <= (1.0 + self._slack) * theta[-1]:
+            self._unlooked = LOOKS_EVERY - 1
+            return int(max_lens.sum())
+        # A step that tries would learn nothing if it verified nothing.
+        return max(best, len(max_lens)) if self._habit.is_trying else best
 
     def landed(self, survival: np.ndarray, lens: np.ndarray, accepted: np.ndarray) -> None:
         """See :class:`.schedule.VerifyPolicy`."""

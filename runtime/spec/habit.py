@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 ASKED_EVERY = 8
 """Steps until it is asked again whether drafting pays, while it does."""
 
-TRY_SHARE, MAX_PATIENCE = 0.02, 512
+TRY_SHARE, MAX_PATIENCE = 0.01, 512
 """While drafting does not pay, it is tried now and then to see whether it does by now: so seldom that this costs at
 most this share of the time, and half as often whenever it did not, down to once in so many steps."""
 

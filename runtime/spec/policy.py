@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from .async_policy import AsyncPolicy
+from .async_policy import SLACK, AsyncPolicy
 from .schedule import StaticPolicy, SyncPolicy, ThresholdPolicy, VerifyPolicy
 from .sps import SpsTable
 
@@ -26,4 +26,4 @@ def make_policy(mode: str, sps: SpsTable | None = None, threshold: float | None 
     if sps is None:
         logger.warning("verify mode %s has no SPS table: every draft is verified; measure one with profile-sps", mode)
         return StaticPolicy()
-    return SyncPolicy(sps) if mode == "sync" else AsyncPolicy(sps)
+    return SyncPolicy(sps) if mode == "sync" else AsyncPolicy(sps, slack=SLACK)

@@ -13,7 +13,7 @@ The asynchronous one is in :mod:`.async_policy`.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import ClassVar, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -43,8 +43,10 @@ class Schedule(NamedTuple):
 class VerifyPolicy(Protocol):
     """Decides the verified lengths of a step. One instance lives on one rank; the others receive its result."""
 
-    reads_confidences: ClassVar[bool]
-    """Whether :meth:`plan` looks at confidences; else it may be given ``None``."""
+    @property
+    def reads_confidences(self) -> bool:
+        """Whether the next :meth:`plan` looks at confidences; else it may be given ``None``."""
+        ...
 
     def wants_draft(self, num_requests: int, max_lens: Callable[[], np.ndarray], other_rows: int = 0) -> bool:
         """Whether a step of R requests is worth drafting for at all; asked before anything is drafted.
