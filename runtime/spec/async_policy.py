@@ -73,11 +73,14 @@ class AsyncPolicy:
 
     def wants_draft(self, num_requests: int, max_lens: Callable[[], np.ndarray], other_rows: int = 0) -> bool:
         """See :class:`.schedule.VerifyPolicy`; now and then drafting is tried though it is not expected to pay."""
-        return self._habit.goes_on(
+        goes_on = self._habit.goes_on(
             (num_requests, other_rows),
             lambda: self._pays(max_lens(), other_rows),
             lambda: self._cost_of_try(num_requests, other_rows),
         )
+        if not goes_on or self._habit.is_trying:  # a try is there to look
+            self._unlooked = 0
+        return goes_on
 
     def _pays(self, max_lens: np.ndarray, other_rows: int) -> bool:
         plain = self._throughput.plain(len(max_lens), other_rows)
@@ -100,6 +103,7 @@ class AsyncPolicy:
         """See :class:`.schedule.VerifyPolicy`. Every call that reads confidences is one step of the history."""
         if self._unlooked:
             self._unlooked -= 1
+            self._past.append(self._past[-1])
             return Schedule(max_lens)
         a = survival(required(c))
         budget = self._budget(self._known(requests, a.shape[1]), max_lens, other_rows)
