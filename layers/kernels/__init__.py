@@ -89,7 +89,7 @@ COMPILED = {
             "hc_mean": "cpu.hyper_connection",
             "store_rows": "cpu.compress",
             "pool_windows": "cpu.compress",
-            "select_entries": "cpu.sparse_attention",
+            "select_entries": "cpu.entry_selection",
             "attend": "cpu.sparse_attention",
             "route_scored": "cpu.moe",
             "route_hashed": "cpu.moe",

@@ -42,15 +42,15 @@ def dense_attend(turned, scene, sizes, q, selected, sinks, window, ratio, rope, 
     return out
 
 
-@pytest.mark.parametrize("window", [1, 5, 12])
+@pytest.mark.parametrize("window, num_heads", [(1, 3), (5, 3), (5, 12), (12, 3), (12, 8)])
 @pytest.mark.parametrize("kind", ["sliding", "all entries", "selected entries"])
 @pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
-def test_attend(twins, scenes, turned, tables, spans, kind, window):
+def test_attend(twins, scenes, turned, tables, spans, kind, window, num_heads):
     made = torch.Generator().manual_seed(window)
     ratio = 0 if kind == "sliding" else 4
     # As few ring rows as reading needs: the step itself brings the last key.
     scene = scenes(seed=window, spans=spans, d=10, ring=max(window - 1, 1), per_page=2)
-    q = torch.randn(scene.keys.shape[0], 3, 10, generator=made)
+    q = torch.randn(scene.keys.shape[0], num_heads, 10, generator=made)
     selected = None
     if kind == "selected entries":
         visible = (scene.plan.queries.positions + 1) // 4
@@ -59,7 +59,7 @@ def test_attend(twins, scenes, turned, tables, spans, kind, window):
         # The same entry twice would count twice.
         selected[:, 1] = torch.where(selected[:, 1] == selected[:, 0], -1, selected[:, 1])
         selected[:, 2] = -1
-    sinks, rope = torch.randn(3, generator=made), tables(4, 64)
+    sinks, rope = torch.randn(num_heads, generator=made), tables(4, 64)
     weights = {"sinks": sinks, "window": window, "ratio": ratio, "rope": rope, "scale": 0.4}
     expected = dense_attend(turned, scene, spans, q, selected, **weights)
     for kernels in twins:

@@ -13,7 +13,8 @@ pytest.importorskip("numba")
 COMPARE = """
 import random, torch
 from dspark.layers.kernels import Kernels
-from dspark.layers.kernels.cpu import draft_block, hyper_connection, linear, moe, projection, sparse_attention
+from dspark.layers.kernels.cpu import draft_block, entry_selection, hyper_connection, linear, moe, projection
+from dspark.layers.kernels.cpu import sparse_attention
 from dspark.layers.kernels.cpu.threads import use_threads
 from dspark.parallel.groups import Groups
 from dspark.runtime.checkpoint import CheckpointReader, bundled_model
@@ -60,7 +61,7 @@ for alone, together in zip(one, three, strict=True):
     assert torch.equal(alone, together), (alone - together).abs().max()
 ran = [hyper_connection._read_streams_shared, hyper_connection._write_streams_shared, linear._linear_shared]
 ran += [linear._grouped_linear_shared, moe._add_experts_shared, projection._project_shared]
-ran += [draft_block._block_shared, sparse_attention._select_shared, sparse_attention._attend_shared]
+ran += [draft_block._block_shared, entry_selection._select_shared, sparse_attention._attend_shared]
 idle = [kernel.py_func.__name__ for kernel in ran if not kernel.signatures]
 assert not idle, f"ran on one thread only: {idle}"
 print("same")

@@ -1,4 +1,4 @@
-"""Index scores, selection and sparse attention. Legend: T query rows, K key rows, H heads, d head width, k selected."""
+"""Sparse attention. Legend: T query rows, K key rows, H heads, H' these in whole vectors, d head width, k selected."""
 
 from __future__ import annotations
 
@@ -15,134 +15,9 @@ from ..packed_keys import is_packed
 from .jit import address, floats, jit
 from .norm_rope import rotate_tail
 from .product import BYTES, LANES, in_vectors, part_product, spot
+from .runs import MOST_SHARING, across, run_length
 from .softmax import softmax_lanes
 from .threads import rows_to_share, share, shared, use_threads
-
-# At most so many rows of a request share the keys that are gathered for them.
-MOST_SHARING = 8
-
-
-@jit
-def _precedes(score, entry, other_score, other_entry):
-    """Whether the first of two entries is the worse: lower score, or later of equal scores."""
-    return score < other_score or (score == other_score and entry > other_entry)
-
-
-@jit
-def _sift(scores, chosen, size):
-    """Restore the heap whose root is the worst chosen entry after its root was replaced."""
-    at = 0
-    while True:
-        worst, left = at, 2 * at + 1
-        for child in range(left, min(left + 2, size)):
-            if _precedes(scores[child], chosen[child], scores[worst], chosen[worst]):
-                worst = child
-        if worst == at:
-            return
-        scores[at], scores[worst] = scores[worst], scores[at]
-        chosen[at], chosen[worst] = chosen[worst], chosen[at]
-        at = worst
-
-
-@jit
-def _climb(scores, chosen, at):
-    """Restore the heap after an entry was appended at ``at``."""
-    while at > 0:
-        parent = (at - 1) // 2
-        if not _precedes(scores[at], chosen[at], scores[parent], chosen[parent]):
-            return
-        scores[at], scores[parent] = scores[parent], scores[at]
-        chosen[at], chosen[parent] = chosen[parent], chosen[at]
-        at = parent
-
-
-@jit
-def _run_length(queries, i, last):
-    """How many rows from ``i`` on, before ``last``, are neighbours: of one request in one step, at consecutive
-    positions."""
-    n = 1
-    while n < MOST_SHARING and i + n < last:
-        same = queries[1, i + n] == queries[1, i] and queries[2, i + n] == queries[2, i]
-        if not same or queries[0, i + n] != queries[0, i] + n:
-            break
-        n += 1
-    return n
-
-
-@jit
-def _choose(scores, visible, best, chosen):
-    """The entries of the highest of ``visible`` scores, as many as fit in ``chosen`` [k]; ``best`` [k] is scratch."""
-    num_selected = chosen.shape[0]
-    for t in range(visible):
-        if t < num_selected:
-            best[t], chosen[t] = scores[t], t
-            _climb(best, chosen, t)
-        elif scores[t] > best[0]:
-            best[0], chosen[0] = scores[t], t
-            _sift(best, chosen, num_selected)
-
-
-@jit
-def _entry_scores(dots, first, weights, visible, scale, scores):
-    """``scores`` of the first ``visible`` entries for one query, whose heads' products with them are ``dots`` [entries,
-    ..] from column ``first`` on, and ``weights`` [H]."""
-    for t in range(visible):
-        scores[t] = 0
-    for h in range(weights.shape[0]):
-        for t in range(visible):
-            scores[t] += weights[h] * max(dots[t, first + h], np.float32(0))
-    for t in range(visible):
-        scores[t] *= scale
-
-
-@jit
-def _across(rows, factor, columns):
-    """``columns`` [d, >= R] of ``rows`` [R, d] times ``factor``; what lies behind column R is left alone."""
-    for r in range(rows.shape[0]):
-        for j in range(rows.shape[1]):
-            columns[j, r] = rows[r, j] * factor
-
-
-@jit
-def _entry_dots(columns, pool, pages, num_entries, dots):
-    """``dots`` [entries, C] of the first ``num_entries`` entries of a request with ``columns`` [d, C]."""
-    (per_page, d), width = pool.shape[1:], columns.shape[1]
-    for first in range(0, num_entries, per_page):
-        count, page_at = min(per_page, num_entries - first), pool[pages[first // per_page]].ctypes.data
-        part_product(page_at, d, 1, spot(columns, 0, 0), width, spot(dots, first, 0), width, count, d, width)
-
-
-@jit
-def _select(first, last, q_at, weights_at, num_heads, pool, queries, page_table, ratio, scale, most, chosen):
-    """Of the rows from ``first`` to before ``last``. The queries of a run lie side by side in the vector registers."""
-    (num_rows, num_selected), d = chosen.shape, pool.shape[2]
-    q, weights = floats(q_at, (num_rows * num_heads, d)), floats(weights_at, (num_rows, num_heads))
-    best, scores = np.empty(num_selected, np.float32), np.empty(most, np.float32)
-    width = in_vectors(min(MOST_SHARING, last - first) * num_heads)
-    columns, dots = np.zeros((d, width), np.float32), np.empty((most, width), np.float32)
-    i = first
-    while i < last:
-        run, slot = _run_length(queries, i, last), queries[1, i]
-        most_visible = (queries[0, i + run - 1] + 1) // ratio
-        if most_visible > num_selected:
-            _across(q[i * num_heads : (i + run) * num_heads], np.float32(1), columns)
-            _entry_dots(columns, pool, page_table[slot], most_visible, dots)
-        for r in range(i, i + run):
-            visible = (queries[0, r] + 1) // ratio
-            if visible <= num_selected:
-                for t in range(num_selected):
-                    chosen[r, t] = t if t < visible else -1
-            else:
-                _entry_scores(dots, (r - i) * num_heads, weights[r], visible, scale, scores)
-                _choose(scores, visible, best, chosen[r])
-        i += run
-
-
-@shared
-def _select_shared(num_parts, q_at, weights_at, num_heads, pool, queries, page_table, ratio, scale, most, chosen):
-    for part in prange(num_parts):
-        first, last = share(chosen.shape[0], part, num_parts)
-        _select(first, last, q_at, weights_at, num_heads, pool, queries, page_table, ratio, scale, most, chosen)
 
 
 @jit
@@ -243,13 +118,13 @@ def attend_rows(
     padded[0, :num_heads] = sinks
     i = first
     while i < last:
-        run = _run_length(queries, i, last)
+        run = run_length(queries, i, last)
         p, slot, start, at = queries[0, i], queries[1, i], queries[2, i], queries[4, i]
         pages, lowest = page_table[slot], max(0, start - window if block else p - window + 1)
         highest = queries[3, i] if block else p + run
         _keep_window(ring[slot], lowest, start, keys, at - (p - start), highest, seen)
         for r in range(run):
-            _across(q[i + r], scale, columns[:, r * width :])
+            across(q[i + r], scale, columns[:, r * width :])
         _multiply(columns, 0, run * width, seen, 0, highest - lowest, logits)
         num_entries = 0
         if ratio > 0 and all_visible:
@@ -283,24 +158,6 @@ def _attend_shared(
             first, last, q_at, keys_at, num_step_keys, ring, entries, selected, all_visible, queries, page_table, block,
             sinks, window, ratio, cos, minus_sin, scale, out,
         )  # fmt: skip
-
-
-def bind_select_entries(ratio: int, top_k: int, scale: float) -> Callable[..., torch.Tensor]:
-    """See :func:`..sparse_attention.select_entries`."""
-    factor, threads = np.float32(scale), use_threads()
-
-    def select_entries(q: torch.Tensor, weights: torch.Tensor, cache: LayerCache, plan: AttentionPlan) -> torch.Tensor:
-        q, weights = q.contiguous(), weights.contiguous()
-        (num_rows, num_heads, d), most, steps = q.shape, (plan.max_position + 1) // ratio, plan.host
-        chosen = np.empty((num_rows, min(top_k, most)), np.int64)
-        given = (address(q), address(weights), num_heads, cache.host.index_entries, steps.queries, steps.page_table)
-        if num_rows < rows_to_share(num_heads * d * most, threads):
-            _select(0, num_rows, *given, ratio, factor, most, chosen)
-        else:
-            _select_shared(threads, *given, ratio, factor, most, chosen)
-        return torch.from_numpy(chosen)
-
-    return select_entries
 
 
 def bind_attend(
