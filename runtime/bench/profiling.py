@@ -43,6 +43,9 @@ class TimedKernels(Kernels):
         """See :meth:`Kernels.bind`."""
         return self._watch.wrap(operation, self._inner.bind(operation, **weights))
 
+    def join(self, name: str, **parts: object) -> None:
+        """None: the operations are timed one by one."""
+
 
 class Cost(NamedTuple):
     """Calls and seconds a step."""

@@ -25,12 +25,13 @@ LEAST_GAIN = 0.1
 others, which then run in smaller batches: a batch that gains less than this ends later than without a draft."""
 
 USUAL_STEPS = 50
-"""Drafting steps that the running mean of survivals, which says whether drafting pays, reaches back."""
+"""Drafting steps that the running mean of survivals, which says whether drafting pays, reaches back; a look counts for
+the steps without one before it."""
 
 SLACK, LOOKS_EVERY = 0.05, 8
 """Where the best budget promises at most this share of tokens a second more than verifying everything, everything is
-verified, and the confidences are looked at again after so many steps. Looking takes time, and a budget from earlier
-steps never fits the current drafts as well as it fitted those."""
+verified, and the confidences are looked at again after so many steps, or in a step of another shape. Looking takes
+time, and a budget from earlier steps never fits the current drafts as well as it fitted those."""
 
 
 class AsyncPolicy:
@@ -45,7 +46,8 @@ class AsyncPolicy:
     but not that it is time to stop: the next ones may be as good as most.
 
     With ``slack`` above 0, everything is verified, for some steps without a look at the confidences, while the best
-    budget is not better by more than that share. The paper has no slack.
+    budget is not better by more than that share; the survivals of those steps are taken to be the usual ones, and what
+    was kept of them counts. The paper has no slack.
 
     P2: K is a function of past steps only, thus a constant as far as the current drafts are concerned. For a constant
     K, taking the K best is admission in falling order of survival until K are taken, and by the argument of
@@ -60,7 +62,8 @@ class AsyncPolicy:
         if lag < 1:
             raise ValueError(f"the budget must come from an earlier step: the lag must be at least 1, got {lag}")
         self._throughput, self._slack = Throughput(sps), slack
-        self._unlooked = 0  # steps to come that verify everything
+        self._unlooked, self._skipped = 0, 0  # steps without a look: still to come, and since the last look
+        self._granted: Hashable = None  # the shape of the steps that these are
         self._past: deque[dict[Hashable, np.ndarray]] = deque(maxlen=lag)
         self._usual = Usual()
         self._kept = KeptShare()
@@ -73,12 +76,13 @@ class AsyncPolicy:
 
     def wants_draft(self, num_requests: int, max_lens: Callable[[], np.ndarray], other_rows: int = 0) -> bool:
         """See :class:`.schedule.VerifyPolicy`; now and then drafting is tried though it is not expected to pay."""
+        shape = (num_requests, other_rows)
         goes_on = self._habit.goes_on(
-            (num_requests, other_rows),
+            shape,
             lambda: self._pays(max_lens(), other_rows),
             lambda: self._cost_of_try(num_requests, other_rows),
         )
-        if not goes_on or self._habit.is_trying:  # a try is there to look
+        if shape != self._granted or not goes_on or self._habit.is_trying:  # a try is there to look
             self._unlooked = 0
         return goes_on
 
@@ -100,28 +104,33 @@ class AsyncPolicy:
     def plan(
         self, requests: Sequence[Hashable], c: np.ndarray | None, max_lens: np.ndarray, other_rows: int = 0
     ) -> Schedule:
-        """See :class:`.schedule.VerifyPolicy`. Every call that reads confidences is one step of the history."""
+        """See :class:`.schedule.VerifyPolicy`. Every call is one step of the history; one that does not look at the
+        confidences repeats the last look."""
         if self._unlooked:
             self._unlooked -= 1
+            self._skipped += 1
             self._past.append(self._past[-1])
-            return Schedule(max_lens)
+            return Schedule(max_lens, np.repeat(self._usual.mean()[None], len(max_lens), axis=0))
         a = survival(required(c))
-        budget = self._budget(self._known(requests, a.shape[1]), max_lens, other_rows)
+        theta = self._theta(self._known(requests, a.shape[1]), max_lens, other_rows)
         self._past.append(dict(zip(requests, a, strict=True)))
         if len(a):
-            self._usual.add(a)
+            self._usual.add(a, 1 + self._skipped)
+        self._skipped = 0
+        if self._is_flat(theta, int(max_lens.sum())):
+            self._unlooked, self._granted = LOOKS_EVERY - 1, (len(max_lens), other_rows)
+            return Schedule(max_lens, a, len(theta) - 1)
+        budget = int(theta.argmax())
+        if self._habit.is_trying:  # it would learn nothing from a step that verifies nothing
+            budget = max(budget, len(max_lens))
         _, request = rank(a, max_lens, MIN_SURVIVAL)
         return Schedule(np.bincount(request[:budget], minlength=len(max_lens)), a, budget)
 
-    def _budget(self, known: np.ndarray, max_lens: np.ndarray, other_rows: int) -> int:
-        """K, from survivals ``known`` [R, γ] before the current drafts were."""
-        theta = self._theta(known, max_lens, other_rows)
-        best = int(theta.argmax())
-        if self._slack and theta[best] <= (1.0 + self._slack) * theta[-1]:
-            self._unlooked = LOOKS_EVERY - 1
-            return int(max_lens.sum())
-        # A step that tries would learn nothing if it verified nothing.
-        return max(best, len(max_lens)) if self._habit.is_trying else best
+    def _is_flat(self, theta: np.ndarray, num_drafts: int) -> bool:
+        """Whether verifying all ``num_drafts`` comes within the slack of the best of ``theta``, which may lack some."""
+        if not self._slack or not 1 < len(theta) == 1 + num_drafts:
+            return False
+        return bool(theta.max() <= (1.0 + self._slack) * theta[-1])
 
     def landed(self, survival: np.ndarray, lens: np.ndarray, accepted: np.ndarray) -> None:
         """See :class:`.schedule.VerifyPolicy`."""
@@ -147,21 +156,21 @@ class Usual:
     """The running mean of survivals over the last steps, worked out when it is asked for."""
 
     def __init__(self) -> None:
-        self._news: list[np.ndarray] = []
+        self._news: list[tuple[np.ndarray, int]] = []
         self._mean: np.ndarray | None = None
         self._num_steps = 0  # that it is the mean of
 
-    def add(self, survival: np.ndarray) -> None:
-        """A step's survivals [R, γ], of one request at least."""
-        self._news.append(survival)
+    def add(self, survival: np.ndarray, num_steps: int) -> None:
+        """The survivals [R, γ], of one request at least, of a step that stands for ``num_steps``."""
+        self._news.append((survival, num_steps))
         if len(self._news) == USUAL_STEPS:
             self.mean()
 
     def mean(self) -> np.ndarray | None:
         """[γ] of all requests; None before there was a step."""
-        for of_requests in self._news:
-            self._num_steps = min(self._num_steps + 1, USUAL_STEPS)
+        for of_requests, num_steps in self._news:
+            self._num_steps = min(self._num_steps + num_steps, USUAL_STEPS)
             of_step, mean = of_requests.mean(axis=0), 0.0 if self._mean is None else self._mean
-            self._mean = mean + (of_step - mean) / self._num_steps
+            self._mean = mean + (of_step - mean) * num_steps / self._num_steps
         self._news.clear()
         return self._mean

@@ -28,14 +28,16 @@ class Schedule(NamedTuple):
     lens: np.ndarray
     """[R] int64 drafts verified."""
     survival: np.ndarray | None = None
-    """[R, γ] the survivals that the lengths go by, for policies that read confidences."""
+    """[R, γ] the survivals that the lengths go by, where they go by any; handed back in :meth:`VerifyPolicy.landed`."""
     budget: int | None = None
     """Drafts that the step might hold, the sum of ``lens`` or more, for policies that set it before they see the
     current drafts."""
 
     @property
-    def expected(self) -> float:
-        """τ, tokens that the step is expected to emit by its survivals."""
+    def expected(self) -> float | None:
+        """τ, tokens that the step is expected to emit by its survivals, if it has these."""
+        if self.survival is None:
+            return None
         inside = np.arange(self.survival.shape[1]) < self.lens[:, None]
         return float(len(self.lens) + self.survival[inside].sum())
 

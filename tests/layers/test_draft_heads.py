@@ -17,6 +17,7 @@ from dspark.layers.draft_heads import (
     teacher_forced_logits,
 )
 from dspark.layers.draft_heads_host import HostHeads
+from dspark.layers.kernels import Kernels
 from dspark.layers.params import Scope
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -135,6 +136,33 @@ def test_host_form_draws_the_same_blocks(oracle):
         both = host.draw_block(base, hidden, anchors, mixed, uniforms)
         assert (both.tokens[::2] == greedy.tokens[::2]).all() and (both.tokens[1::2] == sampled.tokens[1::2]).all()
         assert (both.probs[::2] == np.eye(base.shape[2])[both.tokens[::2]]).all()
+
+
+@pytest.mark.parametrize("vocab_size", [40, 3000])
+@pytest.mark.parametrize("reads", ["hidden and token", "hidden", "nothing"])
+def test_compiled_host_form_draws_the_same_blocks(reads, vocab_size):
+    """A vocabulary whose table of biases is kept, and one where it would be too large; skipped first places, one place
+    and no block."""
+    pytest.importorskip("numba")
+    made, width, rank = torch.Generator().manual_seed(vocab_size), 12, 5
+    weights = {f"markov_{name}.weight": torch.randn(vocab_size, rank, generator=made) for name in ("w1", "w2")}
+    head = make_markov_head("vanilla", weights, width)
+    size = {"hidden and token": width + rank, "hidden": width}.get(reads)
+    confidence = None if size is None else ConfidenceHead(torch.randn(1, size, generator=made), torch.tensor([0.3]))
+    for num_blocks, gamma in ((3, 4), (1, 1), (0, 4)):
+        base = torch.randn(num_blocks, gamma + 1, vocab_size, generator=made).numpy()[:, 1:]
+        hidden = torch.randn(num_blocks, gamma + 1, width, generator=made).numpy()[:, 1:]
+        anchors = np.arange(num_blocks) * 7
+        plain = HostHeads(head, confidence).draw_block(base, hidden, anchors)
+        compiled = HostHeads(head, confidence, kernels=Kernels("numba"))
+        drawn = compiled.draw_block(base, hidden, anchors)
+        assert (drawn.tokens == plain.tokens).all() and drawn.tokens.shape == (num_blocks, gamma)
+        if confidence is None:
+            assert drawn.confidence_logits is None
+        else:
+            np.testing.assert_allclose(drawn.confidence_logits, plain.confidence_logits, rtol=0, atol=2e-5)
+        with pytest.raises(AssertionError, match="float32"):
+            compiled.draw_block(base.astype(np.float16), hidden.astype(np.float16), anchors)
 
 
 @pytest.mark.filterwarnings("error")

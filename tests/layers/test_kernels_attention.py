@@ -1,5 +1,6 @@
 """Attention and entry selection, plain and compiled, against dense float64 formulas that know no ring and no page."""
 
+import numpy as np
 import pytest
 import torch
 from dspark.layers.attention.plan import build_plan
@@ -134,6 +135,38 @@ def test_attend_extreme_logits(twins, scenes, turned, tables, size, sink):
         near(out, expected, max(BOUND, size * 1e-5))
 
 
+def test_softmax_of_lanes_is_the_exponential_function_bit_by_bit():
+    """Two stretches of keys of 8 heads; what is not a number, or minus infinity, stays in its lane."""
+    pytest.importorskip("numba")
+    from dspark.layers.kernels.cpu.exp import exp_below
+    from dspark.layers.kernels.cpu.product import LANES, spot
+    from dspark.layers.kernels.cpu.softmax import softmax_lanes
+
+    numbers = np.random.default_rng(0)
+    for first, second in ((5, 3), (0, 4), (1, 0), (0, 0)):
+        logits = numbers.normal(0, 30, (10, 2 * LANES)).astype(np.float32)
+        sinks, inverse = numbers.normal(0, 30, (1, LANES)).astype(np.float32), np.empty((1, LANES), np.float32)
+        logits[0, LANES + 2], logits[0, LANES + 3] = np.nan, -np.inf
+        given, rows = logits.copy(), [*range(first), *range(6, 6 + second)]
+        softmax_lanes(
+            logits.strides[0], spot(logits, 0, LANES), first, spot(logits, 6, LANES), second, spot(sinks, 0, 0),
+            spot(inverse, 0, 0),
+        )  # fmt: skip
+        for lane in range(LANES):
+            keys, broken = given[rows, LANES + lane], lane == 2 and first > 0
+            assert np.isnan(inverse[0, lane]) == broken
+            if broken:
+                continue
+            top = max(sinks[0, lane], keys.max(initial=-np.inf))
+            shares = np.array([exp_below(key - top) for key in keys], np.float32)
+            assert (logits[rows, LANES + lane] == shares).all()
+            total = np.float64(exp_below(sinks[0, lane] - top)) + shares.sum(dtype=np.float64)
+            assert abs(inverse[0, lane] * total - 1) < 1e-6
+        rest = [row for row in range(10) if row not in rows]
+        assert np.array_equal(logits[rest], given[rest], equal_nan=True)
+        assert np.array_equal(logits[:, :LANES], given[:, :LANES])
+
+
 def dense_scores(scene, spans, q, weights, scale):
     """(row, float64 scores of the visible entries) of every query."""
     for history, (start, length) in zip(scene.histories, spans):
@@ -154,13 +187,13 @@ def check_selection(chosen, scene, spans, q, weights, top_k, scale):
         assert sorted(chosen[row].tolist()) == [-1] * (chosen.shape[1] - len(expected)) + expected, (row, scores)
 
 
-@pytest.mark.parametrize("top_k", [1, 3, 100])
+@pytest.mark.parametrize("top_k, num_heads", [(1, 3), (3, 3), (3, 9), (100, 3)])
 @pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
-def test_select_entries(twins, scenes, spans, top_k):
+def test_select_entries(twins, scenes, spans, top_k, num_heads):
     made = torch.Generator().manual_seed(top_k)
     scene = scenes(seed=7, spans=spans, d_index=7)
-    q = torch.randn(scene.keys.shape[0], 3, 7, generator=made)
-    weights = torch.randn(q.shape[0], 3, generator=made)
+    q = torch.randn(scene.keys.shape[0], num_heads, 7, generator=made)
+    weights = torch.randn(q.shape[0], num_heads, generator=made)
     for kernels in twins:
         chosen = kernels.bind("select_entries", ratio=4, top_k=top_k, scale=0.3)(q, weights, scene.cache, scene.plan)
         check_selection(chosen, scene, spans, q, weights, top_k, 0.3)

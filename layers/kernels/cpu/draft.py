@@ -74,12 +74,15 @@ def _draft_by_product(base_at, hidden_at, anchors, w1, w2, confidence, tokens, l
     _confidence(hidden_at, anchors, tokens, *confidence, logits)
 
 
+_BY_TABLE, _BY_PRODUCT = (_greedy_by_table, _draft_by_table), (_greedy_by_product, _draft_by_product)
+
+
 def bind_markov_greedy(w1: torch.Tensor, w2: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """See :func:`..draft.markov_greedy`."""
     w1, w2 = w1.float(), w2.float()
     by_table = 4 * w1.shape[0] ** 2 <= MAX_TABLE_BYTES
     weights = ((w1 @ w2.T).numpy(),) if by_table else (w1.contiguous().numpy(), pack(w2.T))
-    greedy = _greedy_by_table if by_table else _greedy_by_product
+    greedy, with_confidence = _BY_TABLE if by_table else _BY_PRODUCT
 
     def markov_greedy(base_logits: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
         base_logits, previous = base_logits.contiguous(), anchors.contiguous().numpy()
@@ -87,7 +90,7 @@ def bind_markov_greedy(w1: torch.Tensor, w2: torch.Tensor) -> Callable[[torch.Te
         greedy(address(base_logits), previous, *weights, tokens)
         return torch.from_numpy(tokens)
 
-    markov_greedy.weights = weights
+    markov_greedy.weights, markov_greedy.with_confidence = weights, with_confidence
     return markov_greedy
 
 
@@ -99,10 +102,11 @@ def bind_draft_heads(
     and what the token before the draft adds, if anything, ``by_previous`` [V]."""
     added = np.zeros(len(markov.weights[0]), np.float32) if by_previous is None else by_previous
     confidence = (np.ascontiguousarray(weight), np.float32(bias), np.ascontiguousarray(added))
-    draft = _draft_by_table if len(markov.weights) == 1 else _draft_by_product
+    draft = markov.with_confidence
 
     def draft_heads(base_logits: np.ndarray, hidden: np.ndarray, anchors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         base_logits, hidden = np.ascontiguousarray(base_logits), np.ascontiguousarray(hidden)
+        assert base_logits.dtype == hidden.dtype == np.float32, f"float32, not {base_logits.dtype} and {hidden.dtype}"
         tokens, logits = np.empty(base_logits.shape[:2], np.int64), np.empty(base_logits.shape[:2], np.float32)
         draft(base_logits.ctypes.data, hidden.ctypes.data, anchors, *markov.weights, confidence, tokens, logits)
         return tokens, logits

@@ -68,22 +68,21 @@ def _add_up(dots, first, weights, scale, scores):
     """``scores`` of the first entries of a page for one query, whose heads' products with them are ``dots`` [n, ..]
     from column ``first`` on, and ``weights`` [H]."""
     for t in range(scores.shape[0]):
-        scores[t] = 0
-    for h in range(weights.shape[0]):
-        for t in range(scores.shape[0]):
-            scores[t] += weights[h] * max(dots[t, first + h], np.float32(0))
-    for t in range(scores.shape[0]):
-        scores[t] *= scale
+        total = np.float32(0)
+        for h in range(weights.shape[0]):
+            total += weights[h] * max(dots[t, first + h], np.float32(0))
+        scores[t] = total * scale
 
 
 @jit
 def _score_run(columns, weights, pool, pages, visible, scale, dots, scores):
     """``scores`` [rows, >= visible] of the entries that each row of a run sees, ``visible`` [rows], page by page. Its
-    queries are the ``columns`` [d, C], H of them a row, with ``weights`` [rows, H]; ``dots`` [n, C] is scratch."""
+    queries are ``columns`` [d, C], H of them a row, with ``weights`` [rows, H]; ``dots`` [n, C] is scratch."""
     (per_page, d), width, most = pool.shape[1:], columns.shape[1], visible[-1]
+    used = in_vectors(weights.size)
     for at in range(0, most, per_page):
         page_at, count = spot(pool[pages[at // per_page]], 0, 0), min(per_page, most - at)
-        part_product(page_at, d, 1, spot(columns, 0, 0), width, spot(dots, 0, 0), width, count, d, width)
+        part_product(page_at, d, 1, spot(columns, 0, 0), width, spot(dots, 0, 0), width, count, d, used)
         for r in range(weights.shape[0]):
             stop = max(at, min(at + count, visible[r]))
             _add_up(dots, r * weights.shape[1], weights[r], scale, scores[r, at:stop])
@@ -122,7 +121,7 @@ def _select_shared(num_parts, q_at, weights_at, num_heads, pool, queries, page_t
 
 
 def bind_select_entries(ratio: int, top_k: int, scale: float) -> Callable[..., torch.Tensor]:
-    """See :func:`..sparse_attention.select_entries`."""
+    """See :func:`..sparse_attention.select_entries`. The pool's pages are C-contiguous."""
     factor, threads = np.float32(scale), use_threads()
 
     def select_entries(q: torch.Tensor, weights: torch.Tensor, cache: LayerCache, plan: AttentionPlan) -> torch.Tensor:

@@ -8,6 +8,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .exp import C2, C3, C4, C5, C6, C7, LEAST, LN2_HIGH, LN2_LOW, LOG2_E, ROUNDER
+from .jit import strict
 from .product import BYTES, LANES
 
 NUMBER = ir.VectorType(ir.FloatType(), LANES)
@@ -38,10 +39,7 @@ def _exp_below(builder, x):
 
 
 @intrinsic
-def softmax_lanes(typingctx, row, first, num_first, second, num_second, sinks, inverse):
-    """``e^(logits - top)`` in place of ``LANES`` columns of logits: ``num_first`` rows of these, ``row`` bytes apart,
-    from address ``first`` on, and ``num_second`` from ``second`` on; at ``inverse`` one over their sums with the shares
-    of the logits at ``sinks``."""
+def _softmax(typingctx, row, first, num_first, second, num_second, sinks, inverse):
 
     def emit(context, builder, signature, args):
         row, first, num_first, second, num_second, sinks, inverse = args
@@ -71,3 +69,11 @@ def softmax_lanes(typingctx, row, first, num_first, second, num_second, sinks, i
         return context.get_dummy_value()
 
     return types.void(*[types.intp] * 7), emit
+
+
+@strict
+def softmax_lanes(row, first, num_first, second, num_second, sinks, inverse):
+    """``e^(logits - top)`` in place of ``LANES`` columns of logits: ``num_first`` rows of these, ``row`` bytes apart,
+    from address ``first`` on, and ``num_second`` from ``second`` on; at ``inverse`` one over their sums with the shares
+    of the logits at ``sinks``."""
+    _softmax(row, first, num_first, second, num_second, sinks, inverse)

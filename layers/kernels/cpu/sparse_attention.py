@@ -163,7 +163,7 @@ def _attend_shared(
 def bind_attend(
     sinks: torch.Tensor, window: int, ratio: int, rope: RopeTable, scale: float
 ) -> Callable[..., torch.Tensor]:
-    """See :func:`..sparse_attention.attend`, to which packed keys are left."""
+    """See :func:`..sparse_attention.attend`, to which packed keys are left. Rings and pages are C-contiguous."""
     law = {"sinks": sinks, "window": window, "ratio": ratio, "rope": rope, "scale": scale}
     weights = (sinks.numpy(), window, ratio, rope.cos.numpy(), -rope.sin.numpy(), np.float32(scale))
     nothing, threads = np.empty((0, 0), np.int64), use_threads()

@@ -263,6 +263,48 @@ def test_vocabulary_of_three():
         assert np.abs(speculate(toy, rule, SyncPolicy(jagged(31))) - target(toy)).max() < EXACT
 
 
+class SlackByCurrent(AsyncPolicy):
+    """A mistake: whether everything is verified is decided with the current confidences."""
+
+    def plan(self, requests, c, max_lens, other_rows=0):
+        schedule = super().plan(requests, c, max_lens, other_rows)
+        flat = self._is_flat(self._theta(survival(c), max_lens, other_rows), int(max_lens.sum()))
+        return schedule._replace(lens=max_lens) if flat else schedule
+
+
+def looking(seed, toy, slack, kind=AsyncPolicy):
+    """An aged policy whose next step looks at confidences, and may verify everything by those before."""
+    policy = aged(seed, toy)
+    policy.__class__, policy._slack = kind, slack
+    assert policy.reads_confidences
+    return policy
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_looks_that_may_lead_to_verifying_everything_keep_the_target_law(rule):
+    granted = []
+    for seed in range(12):
+        toy = Toy(seed)
+        policy = looking(seed, toy, slack=0.3)
+        assert np.abs(speculate(toy, rule, policy) - target(toy)).max() < EXACT, seed
+        policy.plan([0, 1], confidences(toy, ((), ()), {0: (0, 0), 1: (0, 1)}), np.array([2, 2]))
+        granted.append(not policy.reads_confidences)
+    assert 2 < sum(granted) < 10
+    toy = Toy(21, requests=3)
+    joint = speculate(toy, rule, looking(21, toy, slack=0.3), limit=(2, 1, 0))
+    assert np.abs(joint - target(toy)).max() < EXACT
+
+
+def test_a_slack_by_current_confidences_is_caught():
+    biases = []
+    for seed in (1, 20, 46, 49):
+        toy = Toy(seed)
+        for slack in (0.1, 0.3):
+            policy = looking(seed, toy, slack, SlackByCurrent)
+            biases.append(np.abs(speculate(toy, "token", policy) - target(toy)).max())
+    assert max(biases) > 1e-2, biases
+
+
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_joint_law_matches_the_oracle(rule):
     data = load_file(DATA / "rejection_exact.safetensors")

@@ -6,7 +6,7 @@ import pathlib
 
 import numpy as np
 import pytest
-from dspark.runtime.spec.async_policy import LOOKS_EVERY, AsyncPolicy
+from dspark.runtime.spec.async_policy import LOOKS_EVERY, SLACK, AsyncPolicy
 from dspark.runtime.spec.confidence import conditional, survival, threshold_lens
 from dspark.runtime.spec.habit import ASKED_EVERY, MAX_PATIENCE, TRY_SHARE, Habit
 from dspark.runtime.spec.kept_share import KeptShare
@@ -227,10 +227,55 @@ def test_async_with_slack_verifies_everything_unseen_while_trimming_gains_little
         looked.append(easy.reads_confidences)
         schedule = easy.plan([0], (poor if step else c) if looked[-1] else None, full(c))
         lens.append(int(schedule.lens[0]))
-        assert (schedule.survival is not None) is looked[-1]
+        assert (schedule.budget is not None) is looked[-1] and schedule.survival.shape == (1, 4)
     looks = [step for step, look in enumerate(looked) if look]
     assert looks == [0, LOOKS_EVERY, 2 * LOOKS_EVERY, 2 * LOOKS_EVERY + 1, 2 * LOOKS_EVERY + 2]
     assert lens == [4] * 2 * LOOKS_EVERY + [3] * 3, "poor drafts count from the second look on, then at every step"
+
+
+@pytest.mark.parametrize("slack", [0.0, SLACK])
+@pytest.mark.parametrize("num_requests", [1, 8])
+def test_async_stops_drafting_when_drafts_are_no_longer_kept(num_requests, slack):
+    """Verified rows cost next to nothing, so everything is verified; a draft takes .7 of a plain step."""
+    table = AdditiveTable(1.7, np.array([1, 8]), np.zeros(2), np.array([1, 64]), np.array([0.0, 0.05]), np.full(2, 1.0))
+    policy, keys, max_lens = AsyncPolicy(table, slack=slack), list(range(num_requests)), np.full(num_requests, 5)
+    numbers, looked = np.random.default_rng(0), 0
+
+    def drafts(kept_share):
+        nonlocal looked
+        if not policy.wants_draft(num_requests, lambda: max_lens):
+            return False
+        looked += policy.reads_confidences
+        c = np.full((num_requests, 5), kept_share) if policy.reads_confidences else None
+        schedule = policy.plan(keys, c, max_lens)
+        kept = (numbers.random((num_requests, 5)) < kept_share).cumprod(axis=1).sum(axis=1)
+        policy.landed(schedule.survival, schedule.lens, np.minimum(kept, schedule.lens))
+        return True
+
+    assert all(drafts(0.9) for _ in range(200))
+    assert looked == 200 if slack == 0 else looked == 200 / LOOKS_EVERY
+    stopped = next(step for step in range(1000) if not drafts(0.25))
+    assert stopped < 200
+
+
+def test_async_with_slack_looks_again_in_another_shape_and_at_drafts_without_hope():
+    flat_alone = AdditiveTable(
+        1.0, np.array([1, 8]), np.array([0.0, 1.0]), np.array([1, 6, 8, 48]), np.array([0.0, 0.01, 0.02, 40.0])
+    )
+    policy, alone, many = AsyncPolicy(flat_alone, slack=SLACK), np.full((1, 5), 0.9), np.full((8, 5), 0.3)
+    for _ in range(3):
+        assert policy.wants_draft(1, lambda: full(alone))
+        assert policy.plan([0], alone if policy.reads_confidences else None, full(alone)).lens.tolist() == [5]
+    assert not policy.reads_confidences
+    policy.wants_draft(8, lambda: full(many))
+    assert policy.reads_confidences
+    for _ in range(3):
+        lens = policy.plan(list(range(8)), many, full(many)).lens
+    assert lens.sum() < 8
+
+    hopeless = np.array([[1e-7, 0.5, 0.5, 0.5, 0.5]])
+    policy = AsyncPolicy(curve([1.0, 0.97, 0.5, 0.4, 0.3, 0.25]), slack=SLACK)
+    assert [policy.plan([0], hopeless, full(hopeless)).lens.sum() for _ in range(9)] == [0] * 9
 
 
 @pytest.mark.parametrize(
