@@ -20,7 +20,7 @@ MIN_SURVIVAL = 1e-6
 ASYNC_LAG = 2
 """Steps between the confidences that set the budget and the step that uses it; in the second step of all, one."""
 
-LEAST_GAIN = 0.1
+LEAST_GAIN = 0.2
 """What drafting must promise, in tokens a second, to be worth it. Requests whose drafts are kept end sooner than the
 others, which then run in smaller batches: a batch that gains less than this ends later than without a draft."""
 
@@ -28,10 +28,10 @@ USUAL_STEPS = 50
 """Drafting steps that the running mean of survivals, which says whether drafting pays, reaches back; a look counts for
 the steps without one before it."""
 
-SLACK, LOOKS_EVERY = 0.05, 8
+SLACK, LOOKS_EVERY = 0.08, 8
 """Where the best budget promises at most this share of tokens a second more than verifying everything, everything is
-verified, and the confidences are looked at again after so many steps, or in a step of another shape. Looking takes
-time, and a budget from earlier steps never fits the current drafts as well as it fitted those."""
+verified, and the confidences are looked at again after so many steps, or when there are more requests or other rows.
+Looking takes time, and a budget from earlier steps never fits the current drafts as well as it fitted those."""
 
 
 class AsyncPolicy:
@@ -63,7 +63,7 @@ class AsyncPolicy:
             raise ValueError(f"the budget must come from an earlier step: the lag must be at least 1, got {lag}")
         self._throughput, self._slack = Throughput(sps), slack
         self._unlooked, self._skipped = 0, 0  # steps without a look: still to come, and since the last look
-        self._granted: Hashable = None  # the shape of the steps that these are
+        self._granted = (0, 0)  # requests, at most, and other rows of the steps that these are
         self._past: deque[dict[Hashable, np.ndarray]] = deque(maxlen=lag)
         self._usual = Usual()
         self._kept = KeptShare()
@@ -82,7 +82,9 @@ class AsyncPolicy:
             lambda: self._pays(max_lens(), other_rows),
             lambda: self._cost_of_try(num_requests, other_rows),
         )
-        if shape != self._granted or not goes_on or self._habit.is_trying:  # a try is there to look
+        most_requests, same_rows = self._granted
+        fits = num_requests <= most_requests and other_rows == same_rows
+        if not fits or not goes_on or self._habit.is_trying:  # a try is there to look
             self._unlooked = 0
         return goes_on
 

@@ -279,9 +279,9 @@ def test_async_with_slack_looks_again_in_another_shape_and_at_drafts_without_hop
 
 
 @pytest.mark.parametrize(
-    "gain,drafts_alone,drafts_together", [(1.0, False, False), (1.05, True, False), (1.2, True, True)]
+    "gain,drafts_alone,drafts_together", [(1.0, False, False), (1.15, True, False), (1.25, True, True)]
 )
-def test_async_drafts_for_a_batch_where_a_tenth_is_gained(gain, drafts_alone, drafts_together):
+def test_async_drafts_for_a_batch_where_a_fifth_is_gained(gain, drafts_alone, drafts_together):
     """A draft that is always kept doubles the tokens of a step; a step with it takes 2 / gain times as long."""
     for num_requests, drafts in ((1, drafts_alone), (2, drafts_together)):
         round_seconds = 2.0 / gain
