@@ -46,8 +46,9 @@ class AsyncPolicy:
     but not that it is time to stop: the next ones may be as good as most.
 
     With ``slack`` above 0, everything is verified, for some steps without a look at the confidences, while the best
-    budget is not better by more than that share; the survivals of those steps are taken to be the usual ones, and what
-    was kept of them counts. The paper has no slack.
+    budget is not better by more than that share; the survivals of those steps are taken to be the usual ones, what was
+    kept of them counts, and the last look stands for all of them where a budget asks for earlier survivals. The paper
+    has no slack.
 
     P2: K is a function of past steps only, thus a constant as far as the current drafts are concerned. For a constant
     K, taking the K best is admission in falling order of survival until K are taken, and by the argument of

@@ -189,15 +189,14 @@ def jagged(seed):
     return StaircaseTable(np.arange(1, 9), drops.cumprod())
 
 
-def aged(seed, toy, lag=2, slack=0.0):
+def aged(seed, toy, lag=2):
     """An async policy with a history: two steps of these requests, at the second of which one was not there yet."""
-    policy, rng = AsyncPolicy(jagged(seed), lag, slack), np.random.default_rng(seed)
+    policy, rng = AsyncPolicy(jagged(seed), lag), np.random.default_rng(seed)
     for step in range(lag):
         present = list(range(toy.requests)) if step != 1 else list(range(toy.requests - 1))
         c = rng.uniform(0.2, 1.0, (len(present), toy.gamma))
         schedule = policy.plan(present, c, np.full(len(present), toy.gamma))
-        if schedule.survival is not None:
-            policy.landed(schedule.survival, schedule.lens, rng.integers(0, schedule.lens + 1))
+        policy.landed(schedule.survival, schedule.lens, rng.integers(0, schedule.lens + 1))
     return policy
 
 
@@ -222,7 +221,6 @@ POLICIES = {
     "threshold": lambda seed, toy: ThresholdPolicy(0.5),
     "sync": lambda seed, toy: SyncPolicy(jagged(seed)),
     "async": aged,
-    "async with slack": functools.partial(aged, slack=0.1),
 }
 
 
